@@ -1,0 +1,69 @@
+"""An asyncio runtime for 3D-parallel training on torch: the face users import.
+
+Names are loaded when first used, so that `parallel3d validate` and the like never wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from parallel3d.shadows import refuse_shadows
+
+refuse_shadows()
+
+if TYPE_CHECKING:
+    from parallel3d.config import RunConfig as RunConfig
+    from parallel3d.mesh import Mesh as Mesh
+    from parallel3d.mesh import in_process as in_process
+    from parallel3d.mesh import mesh as mesh
+    from process_groups.group import Group as Group
+    from runtime.errors import CommunicationError as CommunicationError
+    from runtime.errors import ConfigError as ConfigError
+    from runtime.errors import DeadlineExceeded as DeadlineExceeded
+    from runtime.errors import GroupClosed as GroupClosed
+    from runtime.errors import InvalidCall as InvalidCall
+    from runtime.errors import LaunchError as LaunchError
+    from runtime.errors import Mismatch as Mismatch
+    from runtime.errors import Parallel3DError as Parallel3DError
+    from runtime.errors import PeerLost as PeerLost
+    from runtime.loop import run as run
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "RunConfig": "parallel3d.config",
+    "Mesh": "parallel3d.mesh",
+    "mesh": "parallel3d.mesh",
+    "in_process": "parallel3d.mesh",
+    "Group": "process_groups.group",
+    "run": "runtime.loop",
+    **dict.fromkeys(
+        (
+            "Parallel3DError",
+            "ConfigError",
+            "LaunchError",
+            "InvalidCall",
+            "CommunicationError",
+            "Mismatch",
+            "PeerLost",
+            "GroupClosed",
+            "DeadlineExceeded",
+        ),
+        "runtime.errors",
+    ),
+}
+
+__all__ = sorted(_HOME)  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401
+    if name not in _HOME:
+        raise AttributeError(f"module 'parallel3d' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value  # the next access does not come here; also keeps `mesh` the function, not the module
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,1 @@
+"""How processes live: event loop, launch, supervision, control channel, deadlines."""

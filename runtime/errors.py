@@ -1,0 +1,112 @@
+"""Every error that parallel3d raises on purpose, and how it travels between processes.
+
+Parallel3DError
+├── ConfigError            the YAML file, --set or the environment: all problems at once
+├── LaunchError            ranks could not be started, or this process is not one of them
+├── InvalidCall            a call that is wrong on this rank alone; nothing was sent
+└── CommunicationError     something between ranks; carries rank, coords, step and action
+    ├── Mismatch           ranks called different things
+    ├── PeerLost           they died, or left
+    ├── GroupClosed        we closed it
+    └── DeadlineExceeded   nobody came
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+
+class Coords(NamedTuple):
+    """Where a rank sits in the mesh."""
+
+    dp: int
+    tp: int
+    pp: int
+
+    def __str__(self) -> str:
+        return f"dp={self.dp} tp={self.tp} pp={self.pp}"
+
+
+def name_rank(rank: int | None, coords: Coords | None) -> str:
+    """How messages name a rank: `rank 5 (dp=1 tp=0 pp=1)`."""
+    if rank is None:
+        return "an unknown rank"
+    return f"rank {rank}" if coords is None else f"rank {rank} ({coords})"
+
+
+class Parallel3DError(Exception):
+    """The root of everything raised on purpose."""
+
+
+class ConfigError(Parallel3DError):
+    """The configuration is wrong; the message lists every problem with its place and remedy."""
+
+
+class LaunchError(Parallel3DError):
+    """Ranks could not be started, or this process does not know which rank it is."""
+
+
+class InvalidCall(Parallel3DError, ValueError):
+    """A call that cannot be right whatever the other ranks do."""
+
+
+class CommunicationError(Parallel3DError):
+    """Something went wrong between ranks. `rank` and `coords` name the rank at fault, not the reporter."""
+
+    kinds: ClassVar[dict[str, type[CommunicationError]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        CommunicationError.kinds[cls.__name__] = cls
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        coords: Coords | None = None,
+        step: int | None = None,
+        action: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message, self.rank, self.coords, self.step, self.action = message, rank, coords, step, action
+
+    def to_wire(self) -> dict[str, Any]:
+        """Plain values, so that JSON can carry it."""
+        coords = list(self.coords) if self.coords is not None else None
+        return {
+            "kind": type(self).__name__,
+            "message": self.message,
+            "rank": self.rank,
+            "coords": coords,
+            "step": self.step,
+            "action": self.action,
+        }
+
+    @staticmethod
+    def from_wire(fields: Mapping[str, Any]) -> CommunicationError:
+        """The error that `to_wire` wrote; a kind we don't know becomes the base class."""
+        kind = CommunicationError.kinds.get(fields["kind"], CommunicationError)
+        coords = Coords(*fields["coords"]) if fields["coords"] is not None else None
+        return kind(
+            fields["message"], rank=fields["rank"], coords=coords, step=fields["step"], action=fields["action"]
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CommunicationError.from_wire, (self.to_wire(),)
+
+
+class Mismatch(CommunicationError):
+    """Ranks of one group called different things at the same place in their order of calls."""
+
+
+class PeerLost(CommunicationError):
+    """A peer died, or left the mesh, while it was still needed."""
+
+
+class GroupClosed(CommunicationError):
+    """This group was closed: by leaving the mesh, or because a call on it was cancelled."""
+
+
+class DeadlineExceeded(CommunicationError, TimeoutError):
+    """The time given to a call ran out; says which rank did not come and what it did last."""
