@@ -1,0 +1,134 @@
+"""The seam to torch.distributed: opens a store and one backend per group, and issues calls on it.
+
+A backend is made straight from a prefixed store, its rank and its size. `dist.new_group` would need a global
+default group and every rank's cooperation; this needs the members only, and two meshes can live in one process.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d  # some options are not re-exported
+
+from process_groups.transport import Call
+from runtime.environment import InheritedFile, Nowhere, PrivateFile, RankEnvironment, StoreServer
+from runtime.errors import LaunchError
+
+_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+BACKSTOP = 5.0  # seconds: our own deadline comes first and names the rank; this one frees the backend's thread
+
+
+def open_store(environment: RankEnvironment, timeout: float) -> dist.Store:
+    """Where the ranks of this run leave small notes for each other."""
+    match environment.meeting_place:
+        case Nowhere():
+            return dist.HashStore()
+        case InheritedFile(fd):
+            return dist.FileStore(f"/proc/self/fd/{fd}", environment.world_size)
+        case PrivateFile(path):
+            _make_private(os.path.dirname(path))
+            return dist.FileStore(path, environment.world_size)
+        case StoreServer(host, port, served_by_agent):
+            return dist.TCPStore(
+                host,
+                port,
+                environment.world_size,
+                is_master=environment.rank == 0 and not served_by_agent,
+                timeout=timedelta(seconds=timeout),
+                wait_for_workers=False,
+            )
+
+
+def _make_private(folder: str) -> None:
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    status = os.lstat(folder)
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise LaunchError(f"{folder} must be a folder that only you can open (chmod 700); ranks meet there.")
+
+
+class TorchWork(Protocol):
+    """The part of torch.distributed's Work that we use."""
+
+    def is_completed(self) -> bool: ...
+    def wait(self, timeout: timedelta = ...) -> bool: ...
+    def get_future(self) -> Any: ...  # noqa: ANN401
+
+
+def choose_backend(wanted: str) -> str:
+    """`auto`: nccl where this process has a CUDA device, else gloo."""
+    if wanted != "auto":
+        return wanted
+    return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+
+
+def device_of(backend: str, local_rank: int) -> torch.device:
+    return torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
+
+
+def open_backend(
+    kind: str, store: dist.Store, rank: int, size: int, *, one_host: bool, timeout: float
+) -> Any:  # noqa: ANN401
+    """A torch backend for one group; returns when its members have met."""
+    if kind == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout)
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=timeout)
+    options._devices = [_gloo_device(one_host)]
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _gloo_device(one_host: bool) -> Any:  # noqa: ANN401
+    if one_host:  # nothing listens beyond loopback
+        return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        return dist.ProcessGroupGloo.create_device(interface=interface)
+    return dist.ProcessGroupGloo.create_default_device()
+
+
+def issue(backend: Any, call: Call, number: int) -> TorchWork:  # noqa: ANN401
+    """Hand one call to a torch backend; returns at once."""
+    limit = timedelta(seconds=call.timeout + BACKSTOP)
+    source, target = call.source, call.target
+    match call.kind:
+        case "all_reduce":
+            options = dist.AllreduceOptions()
+            options.reduceOp, options.timeout = _OPS[call.op or "sum"], limit
+            return backend.allreduce([target], options)
+        case "reduce_scatter":
+            options = dist.ReduceScatterOptions()
+            options.reduceOp, options.timeout = _OPS[call.op or "sum"], limit
+            return backend._reduce_scatter_base(target, source, options)
+        case "all_gather":
+            options = c10d.AllgatherOptions()
+            options.timeout = limit
+            return backend._allgather_base(_as_bytes(target), _as_bytes(source), options)
+        case "broadcast":
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor, options.timeout = call.peer, 0, limit
+            return backend.broadcast([_as_bytes(target)], options)
+        case "all_to_all":
+            options = dist.AllToAllOptions()
+            options.timeout = limit
+            return backend.alltoall_base(_as_bytes(target), _as_bytes(source), [], [], options)
+        case "barrier":
+            options = dist.BarrierOptions()
+            options.timeout = limit
+            return backend.barrier(options)
+        case "send":
+            return backend.send([_as_bytes(source)], call.peer, number)
+        case "recv":
+            return backend.recv([_as_bytes(target)], call.peer, number)
+    raise AssertionError(call.kind)
+
+
+def _as_bytes(tensor: torch.Tensor | None) -> torch.Tensor:
+    """Moving bytes needs no knowledge of their dtype, so bool and complex work as well as float."""
+    assert tensor is not None
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,178 @@
+"""What each rank has called, in shared memory where its peers on the same host can read it.
+
+A rank owns one segment: a memory file that peers map through /proc/<pid>/fd, so nothing is left behind after a
+crash. Only the owner writes to it. It holds a page a group, and a page holds one ring for the collectives and
+two for each peer (sends, receives). Ranks compare rings before bytes move: gloo aborts the whole process when
+sizes differ. The last rank to arrive always sees what the others called, so a mismatch is found before the call
+can start. (Both could miss each other only if a store stayed in a CPU's buffer for the microseconds Python takes
+from its own post to its first look.)
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import select
+import struct
+import time
+from collections.abc import Sequence
+
+from runtime.errors import CommunicationError
+
+_NONCE = 16
+_SLOT = 256
+_TEXT = _SLOT - 10
+_NOTE = 4096
+_COLLECTIVE_SLOTS = 256  # a rank may run this far ahead of its peers and still be checked
+_PEER_SLOTS = 16
+_NUMBER = struct.Struct("<Q")
+_SLOT_HEAD = struct.Struct("<QH")
+_NOTE_HEAD = struct.Struct("<II")
+_OPEN, _BROKEN, _LEFT = 0, 1, 2
+
+
+class Ring:
+    """The latest calls on one channel, numbered from 1."""
+
+    def __init__(self, memory: memoryview, num_slots: int) -> None:
+        self._memory, self._num_slots = memory, num_slots
+
+    @staticmethod
+    def size(num_slots: int) -> int:
+        return 16 + num_slots * _SLOT
+
+    @property
+    def issued(self) -> int:
+        return int(_NUMBER.unpack_from(self._memory, 0)[0])
+
+    @property
+    def finished(self) -> int:
+        return int(_NUMBER.unpack_from(self._memory, 8)[0])
+
+    def post(self, number: int, text: str) -> None:
+        """Write down the next call."""
+        at, data = self._slot(number), text.encode()[:_TEXT]
+        self._memory[at + 10 : at + 10 + len(data)] = data
+        _SLOT_HEAD.pack_into(self._memory, at, number, len(data))
+        _NUMBER.pack_into(self._memory, 0, number)
+
+    def finish(self) -> None:
+        _NUMBER.pack_into(self._memory, 8, self.finished + 1)
+
+    def read(self, number: int) -> str | None:
+        """What was called as `number`; None when not yet, or when the ring has gone on."""
+        at = self._slot(number)
+        found, length = _SLOT_HEAD.unpack_from(self._memory, at)
+        return bytes(self._memory[at + 10 : at + 10 + length]).decode() if found == number else None
+
+    def differs(self, number: int, text: str) -> str | None:
+        """The other text that stands there as `number`, if one does."""
+        other, mine = self.read(number), text.encode()[:_TEXT].decode(errors="ignore")
+        if other is None or other == mine:
+            return None
+        time.sleep(0.001)  # a CPU with weaker ordering than x86 may show the number before the text
+        other = self.read(number)
+        return None if other in (None, mine) else other
+
+    def _slot(self, number: int) -> int:
+        return 16 + number % self._num_slots * _SLOT
+
+
+class Page:
+    """One group's part of a segment."""
+
+    def __init__(self, memory: memoryview, group_size: int) -> None:
+        self._memory = memory
+        starts = self._starts(group_size)
+        self.collectives = Ring(memory[starts[0] :], _COLLECTIVE_SLOTS)
+        peers = [Ring(memory[at:], _PEER_SLOTS) for at in starts[1:]]
+        self.sends, self.receives = peers[:group_size], peers[group_size:]
+
+    @staticmethod
+    def _starts(group_size: int) -> list[int]:
+        first_peer, each = _NOTE + Ring.size(_COLLECTIVE_SLOTS), Ring.size(_PEER_SLOTS)
+        return [_NOTE, *(first_peer + i * each for i in range(2 * group_size))]
+
+    @staticmethod
+    def size(group_size: int) -> int:
+        return _NOTE + Ring.size(_COLLECTIVE_SLOTS) + 2 * group_size * Ring.size(_PEER_SLOTS)
+
+    def close(self, error: CommunicationError | None) -> None:
+        """Say that this rank has left (None), or why it gave the group up. The first word stands."""
+        if self._state() != _OPEN:
+            return
+        note = b"" if error is None else json.dumps(error.to_wire()).encode()
+        if len(note) > _NOTE - 8 and error is not None:  # keep the kind and the rank, cut the words
+            wire = error.to_wire()
+            note = json.dumps(wire | {"message": wire["message"][: _NOTE // 8]}).encode()
+        self._memory[8 : 8 + len(note)] = note
+        _NOTE_HEAD.pack_into(self._memory, 0, _LEFT if error is None else _BROKEN, len(note))
+
+    def _state(self) -> int:
+        return int(_NOTE_HEAD.unpack_from(self._memory, 0)[0])
+
+    @property
+    def has_left(self) -> bool:
+        return self._state() == _LEFT
+
+    def broken_by(self) -> CommunicationError | None:
+        """Why the owner gave the group up."""
+        state, length = _NOTE_HEAD.unpack_from(self._memory, 0)
+        return CommunicationError.from_wire(json.loads(bytes(self._memory[8 : 8 + length]))) if state == _BROKEN else None
+
+
+class Segment:
+    """A rank's shared memory: this rank's own, or a peer's as this process maps it."""
+
+    def __init__(self, fd: int, address: str, group_sizes: Sequence[int]) -> None:
+        self.address = address
+        self._fd = fd
+        self._mapping = mmap.mmap(fd, 0)
+        self._memory = memoryview(self._mapping)
+        self.pages: list[Page] = []
+        at = _NONCE
+        for size in group_sizes:
+            self.pages.append(Page(self._memory[at : at + Page.size(size)], size))
+            at += Page.size(size)
+
+    @classmethod
+    def create(cls, group_sizes: Sequence[int]) -> Segment:
+        fd = os.memfd_create("parallel3d-board", os.MFD_CLOEXEC)
+        nonce = secrets.token_bytes(_NONCE)
+        os.ftruncate(fd, _NONCE + sum(map(Page.size, group_sizes)))
+        os.pwrite(fd, nonce, 0)
+        return cls(fd, f"{os.getpid()}/{fd}/{nonce.hex()}", group_sizes)
+
+    @classmethod
+    def open(cls, address: str, group_sizes: Sequence[int]) -> Segment | None:
+        """Map a peer's segment; None where that can't be done: another host, container or user."""
+        pid, number, nonce = address.split("/")
+        try:
+            fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return None
+        # The same pid and number may exist here and mean something else: the nonce decides.
+        if os.pread(fd, _NONCE, 0).hex() != nonce:
+            os.close(fd)
+            return None
+        return cls(fd, address, group_sizes)
+
+    def close(self) -> None:
+        os.close(self._fd)  # the mapping goes with the last view of it
+
+
+class Pulse:
+    """Whether a process on this host still lives."""
+
+    def __init__(self, pid: int) -> None:
+        self._fd = os.pidfd_open(pid)
+        self._poll = select.poll()
+        self._poll.register(self._fd, select.POLLIN)
+
+    def is_dead(self) -> bool:
+        return bool(self._poll.poll(0))
+
+    def close(self) -> None:
+        os.close(self._fd)

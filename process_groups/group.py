@@ -1,0 +1,295 @@
+"""A group of ranks as users see it: collectives that are issued at the call and finished at the await."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+
+from process_groups.transport import REDUCE_OPS, Call, Transport
+from process_groups.work import Work
+from runtime.errors import CommunicationError, Coords, DeadlineExceeded, GroupClosed, InvalidCall, name_rank
+
+REDUCIBLE = frozenset(
+    (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.int8, torch.uint8)
+)
+STRATEGIES = ("default",)
+
+
+class Group:
+    """Some ranks of the mesh in a fixed order; `mesh.world`, `mesh.dp`, `mesh.tp` and `mesh.pp` are groups.
+
+    Every method that communicates is a plain function: it puts the call in order at once and returns a `Work`
+    to await. All ranks of the group must make the same calls in the same order. Ranks given to `broadcast`,
+    `send` and `recv` count within the group.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        rank: int,
+        transport: Transport | None,
+        *,
+        coords_of: Callable[[int], Coords],
+        timeout: float,
+        device: torch.device,
+    ) -> None:
+        self.name, self.ranks, self.rank, self.size = name, tuple(ranks), rank, len(ranks)
+        self.device, self.timeout = device, timeout
+        self._transport = transport
+        self._coords_of = coords_of
+        self._under_way: set[Work] = set()
+        self._numbers: Counter[tuple[str, int | None]] = Counter()
+        self._closed: CommunicationError | None = None
+
+    def __repr__(self) -> str:
+        return f"<Group {self.name}: rank {self.rank} of {self.size}, {self.transport_name}>"
+
+    @property
+    def transport_name(self) -> str:
+        """What moves this group's bytes; a group of one moves none."""
+        return "none" if self._transport is None else self._transport.name
+
+    # Calls.
+
+    def empty(self, *shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A new tensor where this group's transport moves bytes best. Local; never waits."""
+        size = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        return torch.empty(size, dtype=dtype, device=self.device)  # type: ignore[arg-type]
+
+    def all_reduce(
+        self, tensor: torch.Tensor, op: str = "sum", strategy: str = "default", timeout: float | None = None
+    ) -> Work:
+        """Every rank's tensor becomes the sum (mean, min, max) of all."""
+        self._check_reduction("all_reduce", tensor, op)
+        if strategy not in STRATEGIES:
+            raise InvalidCall(f"all_reduce: strategy {strategy!r} is not one of {', '.join(STRATEGIES)}.")
+        return self._start("all_reduce", tensor, tensor, tensor, op=op, timeout=timeout)
+
+    def reduce_scatter(
+        self,
+        tensor: torch.Tensor,
+        op: str = "sum",
+        *,
+        out: torch.Tensor | None = None,
+        timeout: float | None = None,
+    ) -> Work:
+        """Reduce, and keep this rank's part: the tensor is cut along its first dimension, a part a rank."""
+        self._check_reduction("reduce_scatter", tensor, op)
+        self._check_divisible("reduce_scatter", tensor)
+        shape = (tensor.shape[0] // self.size, *tensor.shape[1:])
+        out = self._checked_out("reduce_scatter", out, shape, tensor)
+        return self._start("reduce_scatter", tensor, tensor, out, op=op, timeout=timeout)
+
+    def all_gather(
+        self, tensor: torch.Tensor, *, out: torch.Tensor | None = None, timeout: float | None = None
+    ) -> Work:
+        """All ranks' tensors, joined along the first dimension in rank order."""
+        self._check_tensor("all_gather", tensor)
+        shape = (self.size * (tensor.shape[0] if tensor.dim() else 1), *tensor.shape[1:])
+        out = self._checked_out("all_gather", out, shape, tensor)
+        return self._start("all_gather", tensor, tensor, out, timeout=timeout)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0, timeout: float | None = None) -> Work:
+        """Every rank's tensor becomes that of group rank `root`."""
+        self._check_tensor("broadcast", tensor)
+        self._check_peer("broadcast", "root", root)
+        return self._start("broadcast", tensor, tensor, tensor, peer=root, timeout=timeout)
+
+    def all_to_all(
+        self, tensor: torch.Tensor, *, out: torch.Tensor | None = None, timeout: float | None = None
+    ) -> Work:
+        """Part i of this rank's tensor goes to rank i, and part i of the result came from there."""
+        self._check_tensor("all_to_all", tensor)
+        self._check_divisible("all_to_all", tensor)
+        out = self._checked_out("all_to_all", out, tuple(tensor.shape), tensor)
+        return self._start("all_to_all", tensor, tensor, out, timeout=timeout)
+
+    def send(self, tensor: torch.Tensor, dst: int, timeout: float | None = None) -> Work:
+        """To group rank `dst`, which must `recv`. Sends to one rank arrive in the order of the calls."""
+        self._check_tensor("send", tensor)
+        self._check_peer("send", "dst", dst, other=True)
+        return self._start("send", tensor, tensor, None, peer=dst, timeout=timeout)
+
+    def recv(self, tensor: torch.Tensor, src: int, timeout: float | None = None) -> Work:
+        """Fill the tensor with what group rank `src` sends."""
+        self._check_tensor("recv", tensor)
+        self._check_peer("recv", "src", src, other=True)
+        return self._start("recv", tensor, None, tensor, peer=src, timeout=timeout)
+
+    def barrier(self, timeout: float | None = None) -> Work:
+        """Ends when every rank has come."""
+        call = Call("barrier", timeout=self._limit(timeout), number=self._number("barrier", None))
+        return self._issue(call, None, None)
+
+    # Checks that need no other rank.
+
+    def _check_tensor(self, kind: str, tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidCall(f"{kind}: a torch.Tensor is needed, not {type(tensor).__name__}.")
+        if tensor.layout is not torch.strided:
+            raise InvalidCall(f"{kind}: the tensor is {tensor.layout}; make it dense with .to_dense() first.")
+        if tensor.device.type != self.device.type:
+            raise InvalidCall(
+                f"{kind}: the tensor is on {tensor.device}, but group {self.name} moves {self.device.type} tensors "
+                f"({self.transport_name}). Move it with .to({self.device.type!r}), or choose another comm.backend."
+            )
+
+    def _check_reduction(self, kind: str, tensor: torch.Tensor, op: str) -> None:
+        self._check_tensor(kind, tensor)
+        if op not in REDUCE_OPS:
+            raise InvalidCall(f"{kind}: op {op!r} is not one of {', '.join(REDUCE_OPS)}.")
+        if tensor.dtype not in REDUCIBLE:
+            raise InvalidCall(f"{kind}: {tensor.dtype} can't be reduced; convert it first.")
+        if op == "mean" and not tensor.dtype.is_floating_point:
+            raise InvalidCall(f"{kind}: the mean of {tensor.dtype} is no {tensor.dtype}. Use op='sum' and divide.")
+
+    def _check_divisible(self, kind: str, tensor: torch.Tensor) -> None:
+        if tensor.dim() == 0 or tensor.shape[0] % self.size:
+            raise InvalidCall(
+                f"{kind}: the first dimension of {tuple(tensor.shape)} can't be cut into {self.size} equal parts, "
+                f"one for each rank of group {self.name}."
+            )
+
+    def _checked_out(
+        self, kind: str, out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor
+    ) -> torch.Tensor:
+        if out is None:
+            return torch.empty(shape, dtype=like.dtype, device=like.device)
+        self._check_tensor(f"{kind} (out)", out)
+        if tuple(out.shape) != tuple(shape) or out.dtype != like.dtype:
+            raise InvalidCall(
+                f"{kind}: out is {out.dtype} {tuple(out.shape)}, but the result is {like.dtype} {tuple(shape)}."
+            )
+        return out
+
+    def _check_peer(self, kind: str, role: str, peer: int, *, other: bool = False) -> None:
+        if isinstance(peer, bool) or not isinstance(peer, int) or not 0 <= peer < self.size:
+            raise InvalidCall(f"{kind}: {role} = {peer!r}, but group {self.name} has the ranks 0 to {self.size - 1}.")
+        if other and peer == self.rank:
+            raise InvalidCall(f"{kind}: {role} = {peer} is this rank itself.")
+
+    def _limit(self, timeout: float | None) -> float:
+        if timeout is None:
+            return self.timeout
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e9:
+            raise InvalidCall(f"timeout = {timeout!r}: give seconds, more than 0.")
+        return float(timeout)
+
+    # From call to end.
+
+    def _start(
+        self,
+        kind: str,
+        shown: torch.Tensor,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        *,
+        op: str | None = None,
+        peer: int | None = None,
+        timeout: float | None,
+    ) -> Work:
+        limit = self._limit(timeout)
+        in_place = source is target
+        moved_from = None if source is None else source.detach().contiguous()
+        moved_to = moved_from if in_place else None if target is None else target.detach()
+        finish = None
+        if target is not None:
+            _note_overwritten(target)
+            whole = target.detach()
+            if not whole.is_contiguous():
+                staging = moved_from if in_place and moved_from is not None else whole.contiguous()
+                moved_to, finish = staging, lambda: whole.copy_(staging) and None
+        call = Call(
+            kind, moved_from, moved_to, op, peer, limit, tuple(shown.shape), shown.dtype, self._number(kind, peer)
+        )
+        return self._issue(call, target if target is not None else source, finish)
+
+    def _number(self, kind: str, peer: int | None) -> int:
+        channel = (kind, peer) if kind in ("send", "recv") else ("collective", None)
+        self._numbers[channel] += 1
+        return self._numbers[channel]
+
+    def _issue(self, call: Call, result: torch.Tensor | None, finish: Callable[[], None] | None) -> Work:
+        if self._closed is not None:
+            raise GroupClosed(f"{call.kind}: group {self.name} is closed: {self._closed}", action=call.describe())
+        work = Work(self, call, result, finish)
+        if self._transport is None:
+            if call.target is not None and call.source is not call.target and call.source is not None:
+                call.target.copy_(call.source.view_as(call.target))
+            if finish is not None:
+                finish()
+            work.settle(None)
+            return work
+        self._under_way.add(work)
+        try:
+            work._completion = self._transport.start(call)
+        except CommunicationError as error:
+            self._fail(work, error)
+        return work
+
+    def _settled(self, work: Work, error: CommunicationError | None) -> None:
+        self._under_way.discard(work)
+        if error is None and self._transport is not None:
+            self._transport.finished(work.call)
+
+    def _trouble(self, call: Call) -> CommunicationError | None:
+        assert self._transport is not None
+        return self._transport.trouble(call)
+
+    def _too_late(self, call: Call) -> DeadlineExceeded:
+        assert self._transport is not None
+        what = f"{call.describe()} on group {self.name} did not end within {call.timeout:g} s"
+        absent = self._transport.absent(call)
+        if absent is None:
+            return DeadlineExceeded(f"{what}, though every rank has called it.", action=call.describe())
+        who, last = absent
+        rank = self.ranks[who]
+        coords = self._coords_of(rank)
+        return DeadlineExceeded(
+            f"{what}: {name_rank(rank, coords)} has not called it; {last}.",
+            rank=rank,
+            coords=coords,
+            action=call.describe(),
+        )
+
+    def _cancelled(self, call: Call) -> None:
+        me = self.ranks[self.rank]
+        coords = self._coords_of(me)
+        message = f"{name_rank(me, coords)} cancelled {call.describe()} on group {self.name}"
+        self.abort(GroupClosed(message, rank=me, coords=coords, action=call.describe()))
+
+    def _fail(self, work: Work, error: CommunicationError) -> None:
+        if error.action is None:
+            error.action = work.call.describe()
+        work.settle(error)
+        self.abort(error)
+
+    def abort(self, error: CommunicationError) -> None:
+        """Close the group on every rank: bytes of the failed call may still be on their way."""
+        if self._closed is not None:
+            return
+        self._closed = error
+        if self._transport is not None:
+            self._transport.abort(error)
+        for work in list(self._under_way):
+            work.settle(GroupClosed(f"group {self.name} was closed: {error}", action=work.call.describe()))
+
+    async def close(self) -> None:
+        """Finish what is under way, then leave; the peers lose nothing. No call is possible afterwards."""
+        for work in list(self._under_way):
+            with contextlib.suppress(CommunicationError):
+                await work
+        if self._closed is None:
+            self._closed = GroupClosed("this rank has left the mesh")
+            if self._transport is not None:
+                await self._transport.close(self.timeout)
+
+
+def _note_overwritten(tensor: torch.Tensor) -> None:
+    """Let autograd find out that a tensor it has saved is overwritten from outside."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)

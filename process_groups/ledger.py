@@ -1,0 +1,114 @@
+"""Compares this rank's calls with its peers', and tells which peer is missing, gone or has given up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from process_groups.board import Page, Pulse, Ring
+from process_groups.transport import Call, Place, last_call, mismatch, peer_lost
+from runtime.errors import CommunicationError, Mismatch
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One rank of a group, as this process sees it; no page and no pulse where it is on another host."""
+
+    place: Place
+    page: Page | None
+    pulse: Pulse | None
+
+
+class Ledger:
+    """One group's calls, as far as shared memory shows them. Members stand in the order of group ranks."""
+
+    def __init__(self, group_name: str, members: Sequence[Member], me: int) -> None:
+        self._group_name, self._members, self._me = group_name, members, me
+        own = members[me].page
+        assert own is not None
+        self._own = own
+        self._seen = [m for i, m in enumerate(members) if i != me and m.page is not None]
+
+    def post(self, call: Call) -> None:
+        """Write down a call; raises Mismatch where a peer has already called something else in its place."""
+        self._mine(call).post(call.number, call.terms)
+        for index, _ in self._partners(call):
+            other = self._theirs(call, index).differs(call.number, call.terms)
+            if other is not None:
+                raise self.mismatch(call, index, other)
+
+    def mismatch(self, call: Call, peer: int, their_terms: str) -> Mismatch:
+        me, other = self._members[self._me].place, self._members[peer].place
+        return mismatch(self._group_name, call, me, other, their_terms)
+
+    def finished(self, call: Call) -> None:
+        self._mine(call).finish()
+
+    def trouble(self, call: Call) -> CommunicationError | None:
+        """Why `call` will never end: a peer gave the group up, died, or left without making the call."""
+        for member in self._seen:
+            assert member.page is not None
+            if (error := member.page.broken_by()) is not None:
+                return error
+        for index, member in self._partners(call):
+            assert member.page is not None
+            dead = member.pulse is not None and member.pulse.is_dead()  # first: it may have left before it ended
+            if member.page.has_left:
+                lost = "left the mesh" if self._theirs(call, index).issued < call.number else None
+            else:
+                lost = "died" if dead else None
+            if lost is not None:
+                return peer_lost(self._group_name, call, member.place, lost)
+        return None
+
+    def absent(self, call: Call) -> tuple[int, str] | None:
+        """The first peer that has not made `call`, and what it did last."""
+        for index, member in self._partners(call):
+            ring = self._theirs(call, index)
+            if ring.issued < call.number:
+                assert member.page is not None
+                latest = member.page.collectives
+                return index, last_call(latest.read(latest.issued), latest.issued)
+        return None
+
+    def close(self, error: CommunicationError | None) -> None:
+        self._own.close(error)
+
+    async def farewell(self, timeout: float) -> None:
+        """Wait until each peer has finished all that it shares with this rank, or is gone."""
+        deadline = time.monotonic() + timeout
+        while not all(map(self._is_finished, self._seen)) and time.monotonic() < deadline:
+            await asyncio.sleep(0.002)
+
+    def _is_finished(self, member: Member) -> bool:
+        page, index = member.page, self._members.index(member)
+        assert page is not None
+        return (
+            page.has_left
+            or page.broken_by() is not None
+            or (member.pulse is not None and member.pulse.is_dead())
+            or (
+                page.collectives.finished >= self._own.collectives.issued
+                and page.receives[self._me].finished >= self._own.sends[index].issued
+            )
+        )
+
+    def _partners(self, call: Call) -> list[tuple[int, Member]]:
+        """The peers in shared memory that must make the call too."""
+        wanted = range(len(self._members)) if not call.is_point_to_point else (call.peer,)
+        return [(i, self._members[i]) for i in wanted if i is not None and i != self._me and self._members[i].page]
+
+    def _mine(self, call: Call) -> Ring:
+        if not call.is_point_to_point:
+            return self._own.collectives
+        assert call.peer is not None
+        return (self._own.sends if call.kind == "send" else self._own.receives)[call.peer]
+
+    def _theirs(self, call: Call, index: int) -> Ring:
+        page = self._members[index].page
+        assert page is not None
+        if not call.is_point_to_point:
+            return page.collectives
+        return (page.receives if call.kind == "send" else page.sends)[self._me]

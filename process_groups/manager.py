@@ -1,0 +1,251 @@
+"""Forms a mesh: the ranks meet, agree on its shape, see who shares a host, and open the groups they are in."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from process_groups.backends import choose_backend, device_of, open_backend, open_store
+from process_groups.board import Pulse, Segment
+from process_groups.group import Group
+from process_groups.in_process import CPU, InProcessWorld
+from process_groups.ledger import Member
+from process_groups.topology import AXES, Topology, auto_order
+from process_groups.torch_transport import TorchTransport
+from process_groups.transport import Place
+from runtime.environment import PrivateFile, RankEnvironment
+from runtime.errors import CommunicationError, Coords, DeadlineExceeded, LaunchError, Mismatch
+from runtime.threads import DaemonThreads
+
+GROUP_NAMES = ("world", *AXES)
+
+
+@dataclass(frozen=True, slots=True)
+class MeshPlan:
+    """The mesh that every rank asks for."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    order: str | tuple[Coords, ...] = "auto"
+    backend: str = "auto"
+    timeout: float = 30.0
+    startup_timeout: float = 120.0
+
+    def topology(self, ranks_per_host: int) -> Topology:
+        if isinstance(self.order, tuple):
+            return Topology(self.dp, self.tp, self.pp, table=self.order)
+        order = auto_order(self.tp, self.pp, ranks_per_host) if self.order == "auto" else self.order
+        return Topology(self.dp, self.tp, self.pp, order=order)
+
+    def check_world_size(self, world_size: int) -> None:
+        """Refuse a mesh that the started ranks can't fill."""
+        wanted = self.topology(1).world_size
+        if wanted == world_size:
+            return
+        started = "1 was" if world_size == 1 else f"{world_size} were"
+        raise LaunchError(
+            f"dp({self.dp}) x tp({self.tp}) x pp({self.pp}) = {wanted} ranks, but {started} started. "
+            f"Start {wanted}: parallel3d launch -n {wanted} script.py; or choose sizes whose product is {world_size}."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Formation:
+    """What a formed mesh consists of, in one rank."""
+
+    rank: int
+    topology: Topology
+    hosts: tuple[str, ...]
+    """The host of each rank."""
+
+    groups: dict[str, Group]
+    _segments: tuple[Segment, ...] = ()
+    _pulses: tuple[Pulse, ...] = ()
+
+    def abort(self, error: CommunicationError) -> None:
+        """Leave because something failed; peers that wait for this rank are told why."""
+        for group in self.groups.values():
+            group.abort(error)
+
+    async def close(self) -> None:
+        """Leave in peace."""
+        for group in self.groups.values():
+            await group.close()
+
+    def release(self) -> None:
+        """Unmap the peers. Their waiting ends with their groups, so this comes last."""
+        for thing in (*self._segments, *self._pulses):
+            thing.close()
+
+
+def ranks_of(topology: Topology, name: str, rank: int) -> tuple[int, ...]:
+    return tuple(range(topology.world_size)) if name == "world" else topology.group(name, rank)
+
+
+def form_in_process(plan: MeshPlan, world: InProcessWorld, rank: int) -> Formation:
+    """The mesh of a rank that is a task of this process."""
+    plan.check_world_size(world.size)
+    topology, number = plan.topology(world.size), world.next_mesh(rank)
+    groups = {}
+    for name in GROUP_NAMES:
+        ranks = ranks_of(topology, name, rank)
+        me = ranks.index(rank)
+        transport = world.transport(number, name, ranks, me, topology.coords) if len(ranks) > 1 else None
+        groups[name] = Group(
+            name, ranks, me, transport, coords_of=topology.coords, timeout=plan.timeout, device=CPU
+        )
+    return Formation(rank, topology, (socket.gethostname(),) * world.size, groups)
+
+
+async def form(plan: MeshPlan, environment: RankEnvironment) -> Formation:
+    """The mesh of a rank that is a process. Meeting blocks, so a thread does it and the loop stays free."""
+    plan.check_world_size(environment.world_size)
+    threads = DaemonThreads("parallel3d-form", limit=1)
+    try:
+        formation = await asyncio.wrap_future(threads.submit(_Former(plan, environment).form))
+    finally:
+        threads.stop()
+    if isinstance(environment.meeting_place, PrivateFile):
+        await _remove_meeting_file(formation, environment.meeting_place.path)
+    return formation
+
+
+async def _remove_meeting_file(formation: Formation, path: str) -> None:
+    """Shared memory has taken over: leave no file behind. The second barrier keeps a next mesh from finding it."""
+    world = formation.groups["world"]
+    await world.barrier()
+    if formation.rank == 0:
+        os.unlink(path)
+    await world.barrier()
+
+
+class _Former:
+    """The blocking steps of `form`, in order."""
+
+    def __init__(self, plan: MeshPlan, environment: RankEnvironment) -> None:
+        self._plan, self._environment = plan, environment
+        self._deadline = time.monotonic() + plan.startup_timeout
+        self._rank, self._size = environment.rank, environment.world_size
+        self._group_sizes = (self._size, plan.dp, plan.tp, plan.pp)
+
+    def form(self) -> Formation:
+        store = open_store(self._environment, self._plan.startup_timeout)
+        number = store.add(f"meshes/{self._rank}", 1)  # the n-th mesh of every rank is the same mesh
+        store = dist.PrefixStore(f"mesh{number}", store)
+        store.set_timeout(timedelta(seconds=self._plan.startup_timeout))
+        own = Segment.create(self._group_sizes)
+        greetings = self._meet(store, own)
+        self._check_agreement(greetings)
+        topology = self._plan.topology(min(greeting["local_world_size"] for greeting in greetings))
+        segments, pulses = self._map_peers(greetings, own)
+        places = [Place(rank, topology.coords(rank)) for rank in range(self._size)]
+        hosts = tuple(greeting["host"] for greeting in greetings)
+        groups = {
+            name: self._open_group(store, topology, name, index, places, segments, pulses)
+            for index, name in enumerate(GROUP_NAMES)
+        }
+        kept_pulses = tuple(pulse for pulse in pulses if pulse is not None)
+        return Formation(self._rank, topology, hosts, groups, tuple(filter(None, segments)), kept_pulses)
+
+    def _left(self) -> float:
+        return max(0.001, self._deadline - time.monotonic())
+
+    def _meet(self, store: dist.Store, own: Segment) -> list[dict[str, Any]]:
+        """Everybody says who they are; returns when all have."""
+        greeting = {
+            "shape": [self._plan.dp, self._plan.tp, self._plan.pp],
+            "order": self._plan.order,
+            "backend": self._plan.backend,
+            "local_world_size": self._environment.local_world_size,
+            "segment": own.address,
+            "host": self._environment.host or socket.gethostname(),
+            "host_is_given": self._environment.host is not None,
+        }
+        store.set(f"greeting/{self._rank}", json.dumps(greeting))
+        keys = [f"greeting/{rank}" for rank in range(self._size)]
+        try:
+            store.wait(keys, timedelta(seconds=self._left()))
+        except (dist.DistStoreError, RuntimeError) as error:
+            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+            raise DeadlineExceeded(
+                f"start-up: {'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing[:20])} of {self._size} did "
+                f"not come within {self._plan.startup_timeout:g} s. Look at their output, or raise comm.startup_timeout.",
+                rank=int(missing[0]) if missing else None,
+                action="start-up",
+            ) from error
+        return [json.loads(store.get(key)) for key in keys]
+
+    def _check_agreement(self, greetings: Sequence[dict[str, Any]]) -> None:
+        for what in ("shape", "order", "backend"):
+            mine = greetings[self._rank][what]
+            for rank, greeting in enumerate(greetings):
+                if greeting[what] != mine:
+                    raise Mismatch(
+                        f"the ranks ask for different meshes: {what} is {mine} on rank {self._rank}, "
+                        f"but {greeting[what]} on rank {rank}.",
+                        rank=rank,
+                        action="start-up",
+                    )
+
+    def _map_peers(
+        self, greetings: Sequence[dict[str, Any]], own: Segment
+    ) -> tuple[list[Segment | None], list[Pulse | None]]:
+        """"The same host" means "I can map its segment": namespaces share host names, containers may not share pids."""
+        segments: list[Segment | None] = []
+        pulses: list[Pulse | None] = []
+        mine = greetings[self._rank]
+        for rank, greeting in enumerate(greetings):
+            apart = mine["host_is_given"] and greeting["host"] != mine["host"]
+            segment = own if rank == self._rank else None if apart else Segment.open(greeting["segment"], self._group_sizes)
+            segments.append(segment)
+            pid = int(greeting["segment"].split("/")[0])
+            pulses.append(Pulse(pid) if segment is not None and rank != self._rank else None)
+        return segments, pulses
+
+    def _open_group(
+        self,
+        store: dist.Store,
+        topology: Topology,
+        name: str,
+        index: int,
+        places: Sequence[Place],
+        segments: Sequence[Segment | None],
+        pulses: Sequence[Pulse | None],
+    ) -> Group:
+        ranks = ranks_of(topology, name, self._rank)
+        me = ranks.index(self._rank)
+        kind = choose_backend(self._plan.backend)
+        device = device_of(kind, self._environment.local_rank)
+        transport = None
+        if len(ranks) > 1:
+            members = []
+            for rank in ranks:
+                segment = segments[rank]
+                members.append(Member(places[rank], segment.pages[index] if segment else None, pulses[rank]))
+            group_store = dist.PrefixStore(f"{name}/{ranks[0]}", store)
+            transport = self._connect(kind, group_store, name, members, me, device)
+        return Group(
+            name, ranks, me, transport, coords_of=topology.coords, timeout=self._plan.timeout, device=device
+        )
+
+    def _connect(
+        self, kind: str, store: dist.Store, name: str, members: Sequence[Member], me: int, device: torch.device
+    ) -> TorchTransport:
+        one_host = all(member.page is not None for member in members)
+        try:
+            backend = open_backend(kind, store, me, len(members), one_host=one_host, timeout=self._left())
+        except RuntimeError as error:
+            who = ", ".join(str(member.place) for member in members)
+            raise DeadlineExceeded(f"start-up: group {name} of {who} could not connect: {error}", action="start-up") from error
+        return TorchTransport(kind, backend, store, name, members, me, device)

@@ -1,0 +1,204 @@
+"""A group's bytes through torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from process_groups.backends import BACKSTOP, TorchWork, issue
+from process_groups.ledger import Ledger, Member
+from process_groups.store_notes import StoreNotes
+from process_groups.transport import Call, Completion
+from runtime.errors import CommunicationError, DeadlineExceeded, PeerLost
+from runtime.threads import DaemonThreads
+
+_TERMS = 256  # bytes in which ranks on different hosts compare a call
+_WITHOUT_FUTURE = ("send", "recv", "reduce_scatter")  # gloo gives these none, so a thread waits for them
+_LOST_WORDS = ("closed by peer", "reset by peer", "Broken pipe", "Read error", "Write error", "Socket closed")
+
+
+def translate(error: BaseException) -> CommunicationError:
+    """The one place where torch's errors become ours."""
+    if isinstance(error, CommunicationError):
+        return error
+    text = str(error).partition("\n")[0]
+    if "timed out" in text.lower() or "timeout" in text.lower():
+        return DeadlineExceeded(text)
+    if any(word in text for word in _LOST_WORDS):
+        return PeerLost(f"a peer's connection is gone: {text}")
+    return CommunicationError(text)
+
+
+class TorchTransport:
+    """One group over a torch backend. `members` stand in the order of group ranks."""
+
+    def __init__(
+        self, kind: str, backend: Any, store: dist.Store, name: str, members: Sequence[Member], me: int, device: torch.device
+    ) -> None:  # fmt: skip
+        self.name, self.device = kind, device
+        self._backend: Any = backend
+        self._members, self._me = members, me
+        self._ledger = Ledger(name, members, me)
+        self._threads = DaemonThreads(f"parallel3d-{name}")
+        # Ranks on other hosts can't see the board: the terms of each call travel ahead of it, in a thread that
+        # keeps the order of calls.
+        self._spans_hosts = any(member.page is None for member in members)
+        self._checker = DaemonThreads(f"parallel3d-{name}-check", limit=1)
+        self._notes = StoreNotes(store, name, members, me, self._threads) if self._spans_hosts else None
+
+    def start(self, call: Call) -> Completion:
+        self._ledger.post(call)
+        if self._notes is None:
+            return self._issue(call)
+        self._notes.made(call)
+        outcome: Future[None] = Future()
+        self._checker.submit(self._check_then_issue, call, outcome)
+        return ThreadCompletion(outcome)
+
+    def _issue(self, call: Call) -> Completion:
+        if call.shape and 0 in call.shape:
+            return _ENDED
+        work = issue(self._backend, call, call.number)
+        if self.device.type == "cpu" and call.kind not in _WITHOUT_FUTURE:
+            return TorchCompletion(work)
+        # NCCL's futures are ready before the device is.
+        return ThreadCompletion(self._threads.submit(_wait_for, work, call.timeout, self.device))
+
+    def _check_then_issue(self, call: Call, outcome: Future[None]) -> None:
+        try:
+            self._compare_across_hosts(call)
+            self._issue(call).add_done_callback(lambda ended: _hand_on(ended.exception(), outcome))
+        except BaseException as error:
+            outcome.set_exception(translate(error))
+
+    def _compare_across_hosts(self, call: Call) -> None:
+        size = len(self._members)
+        terms = call.terms.encode()[:_TERMS].ljust(_TERMS)
+        mine = torch.frombuffer(bytearray(terms), dtype=torch.uint8)
+        if not call.is_point_to_point:
+            theirs = torch.empty(size * _TERMS, dtype=torch.uint8)
+            self._run(Call("all_gather", mine, theirs, timeout=call.timeout), 0)
+            found = {i: bytes(theirs[i * _TERMS : (i + 1) * _TERMS].tolist()) for i in range(size)}
+        elif call.kind == "send":
+            self._run(Call("send", mine, peer=call.peer, timeout=call.timeout), -call.number)
+            return
+        else:
+            assert call.peer is not None
+            theirs = torch.empty(_TERMS, dtype=torch.uint8)
+            self._run(Call("recv", target=theirs, peer=call.peer, timeout=call.timeout), -call.number)
+            found = {call.peer: bytes(theirs.tolist())}
+        for index, other in found.items():
+            if other != terms:
+                raise self._ledger.mismatch(call, index, other.decode().rstrip())
+
+    def _run(self, call: Call, number: int) -> None:
+        issue(self._backend, call, number).wait(timedelta(seconds=call.timeout + BACKSTOP))
+
+    def trouble(self, call: Call) -> CommunicationError | None:
+        error = self._ledger.trouble(call)
+        return self._notes.trouble(call) if error is None and self._notes is not None else error
+
+    def absent(self, call: Call) -> tuple[int, str] | None:
+        return self._ledger.absent(call)
+
+    def finished(self, call: Call) -> None:
+        self._ledger.finished(call)
+
+    def abort(self, error: CommunicationError) -> None:
+        self._ledger.close(error)
+        if self._notes is not None:
+            self._notes.broken(error)
+        self._release()
+
+    async def close(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        if self._notes is not None:
+            await self._notes.farewell(deadline)
+        await self._ledger.farewell(deadline - time.monotonic())
+        self._ledger.close(None)
+        await asyncio.wait([asyncio.wrap_future(self._release())], timeout=max(0.0, deadline - time.monotonic()))
+
+    def _release(self) -> Future[None]:
+        """Give the backend up in a thread: its destructor waits for calls that are still under way."""
+        backend, self._backend = [self._backend], None
+        ended = self._threads.submit(backend.clear)
+        self._threads.stop()
+        self._checker.stop()
+        return ended
+
+
+class TorchCompletion:
+    """The end of a collective that gloo's own threads carry out."""
+
+    def __init__(self, work: TorchWork) -> None:
+        self._work = work
+
+    def wait_briefly(self, seconds: float) -> bool:
+        end = time.perf_counter() + seconds
+        while not self._work.is_completed():
+            if time.perf_counter() > end:
+                return False
+            os.sched_yield()  # gloo's threads need the core more than we do
+        return True
+
+    def exception(self) -> CommunicationError | None:
+        try:
+            self._work.get_future().value()
+        except RuntimeError as error:
+            return translate(error)
+        return None
+
+    def add_done_callback(self, callback: Callable[[Completion], None], /) -> None:
+        # Called before the Work itself counts as completed: waiting for that in the callback would never end.
+        self._work.get_future().add_done_callback(lambda _: callback(self))
+
+
+class ThreadCompletion:
+    """The end of a call that a thread of ours waits for."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait_briefly(self, seconds: float) -> bool:
+        try:
+            self._future.exception(seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def exception(self) -> CommunicationError | None:
+        error = self._future.exception()
+        return None if error is None else translate(error)
+
+    def add_done_callback(self, callback: Callable[[Completion], None], /) -> None:
+        self._future.add_done_callback(lambda _: callback(self))
+
+
+def _ended_future() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+_ENDED = ThreadCompletion(_ended_future())
+
+
+def _hand_on(error: BaseException | None, outcome: Future[None]) -> None:
+    if error is None:
+        outcome.set_result(None)
+    else:
+        outcome.set_exception(error)
+
+
+def _wait_for(work: TorchWork, timeout: float, device: torch.device) -> None:
+    work.wait(timedelta(seconds=timeout + BACKSTOP))
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

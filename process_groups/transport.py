@@ -1,0 +1,135 @@
+"""What moves a group's bytes: the contract that every transport keeps, and the call it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from runtime.errors import CommunicationError, Coords, Mismatch, PeerLost, name_rank
+
+REDUCE_OPS = ("sum", "mean", "min", "max")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One collective, send or receive as this rank makes it. Tensors are contiguous and never need a gradient.
+
+    `source` is read and `target` is written; for an in-place call they are the same tensor.
+    """
+
+    kind: str
+    """all_reduce, reduce_scatter, all_gather, broadcast, all_to_all, barrier, send or recv."""
+
+    source: torch.Tensor | None = None
+    target: torch.Tensor | None = None
+    op: str | None = None
+    peer: int | None = None
+    """The group rank at the other end (send, recv), or the root (broadcast)."""
+
+    timeout: float = 30.0
+    shape: tuple[int, ...] = ()
+    """The user's shape and dtype: what ranks compare and what messages show."""
+
+    dtype: torch.dtype | None = None
+    number: int = 0
+    """Its place, from 1, among this rank's collectives of the group, its sends to `peer` or receives from it."""
+
+    @property
+    def is_point_to_point(self) -> bool:
+        return self.kind in ("send", "recv")
+
+    @property
+    def terms(self) -> str:
+        """What the ranks must agree on, as the same text on each: `all_reduce(sum) of float32 (4, 5)`."""
+        what = "" if self.dtype is None else f"{str(self.dtype)[6:]} {self.shape}"
+        if self.is_point_to_point:
+            return what
+        how = self.op if self.op is not None else f"root {self.peer}" if self.kind == "broadcast" else None
+        name = self.kind if how is None else f"{self.kind}({how})"
+        return f"{name} of {what}" if what else name
+
+    def describe(self) -> str:
+        """How messages show the call."""
+        return f"{self.kind} of {self.terms}" if self.is_point_to_point else self.terms
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank and where it sits, as messages name it."""
+
+    rank: int
+    coords: Coords
+
+    def __str__(self) -> str:
+        return name_rank(self.rank, self.coords)
+
+
+def mismatch(group_name: str, call: Call, me: Place, peer: Place, their_terms: str) -> Mismatch:
+    """The error that names both ranks and what each of them called."""
+    mine, theirs = {"send": ("sends", "receives"), "recv": ("receives", "sends")}.get(call.kind, ("calls", "calls"))
+    return Mismatch(
+        f"number {call.number} on group {group_name}: {me} {mine} {call.terms}, but {peer} {theirs} {their_terms}.",
+        rank=peer.rank,
+        coords=peer.coords,
+        action=call.describe(),
+    )
+
+
+def peer_lost(group_name: str, call: Call, peer: Place, how: str) -> PeerLost:
+    """The error for a call that a peer will never take part in."""
+    return PeerLost(
+        f"{peer} {how}; {call.describe()} on group {group_name} can't end.",
+        rank=peer.rank,
+        coords=peer.coords,
+        action=call.describe(),
+    )
+
+
+def last_call(terms: str | None, number: int) -> str:
+    """What an absent rank did last, for a message."""
+    return f"its last call there was {terms} (number {number})" if terms else "it has called nothing there yet"
+
+
+class Completion(Protocol):
+    """The end of one started call."""
+
+    def wait_briefly(self, seconds: float) -> bool:
+        """Whether the call has ended; may wait this long where that costs less than a hand-over."""
+
+    def exception(self) -> BaseException | None:
+        """What went wrong, once done. A transport raises CommunicationError only."""
+
+    def add_done_callback(self, callback: Callable[[Completion], None], /) -> object:
+        """Call back from any thread, at once when already done."""
+
+
+class Transport(Protocol):
+    """Moves the bytes of one group, for one of its ranks."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors must live."""
+
+    def start(self, call: Call) -> Completion:
+        """Put the call in order and return at once. Raises Mismatch where a peer has called something else."""
+
+    def trouble(self, call: Call) -> CommunicationError | None:
+        """Why a call under way will never end: a peer died, left, or closed the group. Cheap; asked while waiting."""
+
+    def absent(self, call: Call) -> tuple[int, str] | None:
+        """For a call that waits too long: the group rank that has not come, and what it did last."""
+
+    def finished(self, call: Call) -> None:
+        """The call ended well and this rank has seen it."""
+
+    def abort(self, error: CommunicationError) -> None:
+        """Give the group up and tell the peers why."""
+
+    async def close(self, timeout: float) -> None:
+        """Leave in peace: wait until the peers have all they need from this rank."""

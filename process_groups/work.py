@@ -1,0 +1,128 @@
+"""One call under way: ended on the spot if it is quick, else awaited with an eye on deadline and peers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING
+
+import torch
+
+from process_groups.transport import Call, Completion
+from runtime.errors import CommunicationError, DeadlineExceeded, PeerLost
+
+if TYPE_CHECKING:
+    from process_groups.group import Group
+
+_INLINE = 0.001  # seconds: small calls end sooner than a hand-over between threads would take
+_LOOK = 0.1  # seconds between looks for trouble while a call is under way
+_NAMING = 0.5  # seconds to find out who died: sockets close a moment before a process is seen dead
+
+
+class Work:
+    """A call under way. Awaiting it gives the resulting tensor; cancelling the await closes the group."""
+
+    def __init__(self, group: Group, call: Call, result: torch.Tensor | None, finish: Callable[[], None] | None) -> None:
+        self.call = call
+        self._group, self._result, self._finish = group, result, finish
+        self._deadline = time.monotonic() + call.timeout
+        self._completion: Completion | None = None
+        self._ended = False
+        self._error: CommunicationError | None = None
+        self._waiters: list[asyncio.Future[None]] = []
+        self._unnamed: CommunicationError | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def done(self) -> bool:
+        """Whether awaiting would return at once."""
+        return self._ended
+
+    def __await__(self) -> Generator[object, None, torch.Tensor]:
+        if not self._ended and not self._ends_inline():
+            yield from self._wait().__await__()
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]  # only a barrier has none, and nobody uses its value
+
+    def _ends_inline(self) -> bool:
+        """A short attempt on the spot."""
+        completion = self._completion
+        assert completion is not None
+        if not completion.wait_briefly(_INLINE) or completion.exception() is not None:
+            return False
+        self._copy_back()
+        self.settle(None)
+        return True
+
+    async def _wait(self) -> None:
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        self.watch()
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            self._group._cancelled(self.call)
+            raise
+
+    def watch(self) -> None:
+        """Have the loop told when the call ends, or that it never will."""
+        if self._timer is not None or self._ended:
+            return
+        loop, completion = asyncio.get_running_loop(), self._completion
+        assert completion is not None
+
+        def ended(_: Completion) -> None:  # in a thread of the transport
+            if completion.exception() is None:
+                self._copy_back()
+            with contextlib.suppress(RuntimeError):  # the loop may be gone by now
+                loop.call_soon_threadsafe(self._completed)
+
+        self._timer = loop.call_later(min(_LOOK, self._deadline - time.monotonic()), self._look)
+        completion.add_done_callback(ended)
+
+    def _copy_back(self) -> None:
+        if self._finish is not None:
+            self._finish()
+
+    def _completed(self) -> None:
+        if self._ended:
+            return
+        assert self._completion is not None
+        error = self._completion.exception()
+        if error is None:
+            self.settle(None)
+        elif isinstance(error, PeerLost) and error.rank is None:
+            self._unnamed, self._deadline = error, time.monotonic() + _NAMING
+            self._look()
+        elif isinstance(error, DeadlineExceeded):  # the transport's own clock was first
+            self._group._fail(self, self._group._too_late(self.call))
+        else:
+            assert isinstance(error, CommunicationError), error
+            self._group._fail(self, error)
+
+    def _look(self) -> None:
+        if self._ended:
+            return
+        trouble = self._group._trouble(self.call)
+        left = self._deadline - time.monotonic()
+        if trouble is None and left > 0:
+            pause = _LOOK if self._unnamed is None else _LOOK / 20
+            assert self._timer is not None
+            self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_later(min(pause, left), self._look)
+        else:
+            self._group._fail(self, trouble or self._unnamed or self._group._too_late(self.call))
+
+    def settle(self, error: CommunicationError | None) -> None:
+        """Decide how the call ended, once; the loop's thread only."""
+        if self._ended:
+            return
+        self._ended, self._error = True, error
+        if self._timer is not None:
+            self._timer.cancel()
+        self._group._settled(self, error)
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)

@@ -1,0 +1,40 @@
+"""The event loop a rank lives on: uvloop, with orderly ends on SIGINT and SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import uvloop
+
+T = TypeVar("T")
+
+
+def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run `main` on uvloop to its end.
+
+    SIGINT raises KeyboardInterrupt and SIGTERM exits with 143, both after `main` was cancelled, so that every
+    `async with` and `finally` in it has run.
+    """
+    terminated = False
+
+    async def guarded() -> T:
+        def terminate() -> None:
+            nonlocal terminated
+            terminated = True
+            task.cancel()
+
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+        return await main()
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(guarded())
+    except asyncio.CancelledError:
+        if terminated:
+            raise SystemExit(128 + signal.SIGTERM) from None
+        raise

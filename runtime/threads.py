@@ -1,0 +1,56 @@
+"""Threads for calls that may block for long; unlike an executor's, they never keep a process from ending."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class DaemonThreads:
+    """Runs each submitted call in a thread of its own (up to `limit`), reusing idle ones; limit 1 keeps order."""
+
+    def __init__(self, name: str, limit: int | None = None) -> None:
+        self._name, self._limit = name, limit
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_threads = self._num_unfinished = 0
+
+    def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:  # noqa: ANN401
+        future: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                result = function(*args)
+            except BaseException as error:
+                self._finished_one()
+                future.set_exception(error)
+            else:
+                self._finished_one()
+                future.set_result(result)
+
+        with self._lock:
+            self._num_unfinished += 1
+            grow = self._num_unfinished > self._num_threads and self._num_threads != self._limit
+            self._num_threads += grow
+        self._queue.put(work)
+        if grow:
+            threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+        return future
+
+    def _finished_one(self) -> None:
+        with self._lock:
+            self._num_unfinished -= 1
+
+    def _serve(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()
+
+    def stop(self) -> None:
+        """Let the threads end after what was submitted; does not wait. Nothing may be submitted afterwards."""
+        for _ in range(self._num_threads):
+            self._queue.put(None)
