@@ -1,0 +1,95 @@
+"""`parallel3d launch`: N ranks of a script on this host."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from runtime.launch import Launch, LaunchResult
+
+EXIT_USAGE = 2
+_PRELOAD = "torch,torch.distributed,numpy,uvloop,parallel3d.mesh"
+_SHADOW_CHECK = "parallel3d.shadows:refuse_shadows"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb. Its own options come before the script; all that follows is the script's."""
+    app.command("launch", context_settings={"allow_interspersed_args": False})(launch)
+
+
+def launch(
+    script: Annotated[str, typer.Argument(help="The script every rank runs; with -m a module.")],
+    num_ranks: Annotated[int, typer.Option("-n", "--ranks", help="How many ranks.")],
+    args: Annotated[list[str] | None, typer.Argument(help="Passed to the script as they are.")] = None,
+    module: Annotated[
+        bool, typer.Option("-m", "--module", help="Run a module, as `python -m` does.")
+    ] = False,
+    log_dir: Annotated[Path | None, typer.Option(help="Also write rank0.log, rank1.log, ... here.")] = None,
+    no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Lines without the rank in front.")] = False,
+    only: Annotated[str | None, typer.Option(help="Show only these ranks, such as 0 or 0,3-5.")] = None,
+    grace: Annotated[float, typer.Option(min=0.0, help="Seconds ranks have to end after Ctrl-C.")] = 10.0,
+    preload: Annotated[
+        str, typer.Option(hidden=True, help="Modules imported once for all ranks.")
+    ] = _PRELOAD,
+) -> None:
+    """Run N ranks of a script: the first failure is shown first, Ctrl-C ends them in order, twice at once."""
+    from runtime.errors import LaunchError
+    from runtime.launch import Launch, LaunchSpec
+    from runtime.output import parse_ranks
+    from runtime.script import Target
+
+    spec = LaunchSpec(
+        target=Target(script, module, tuple(args or ())),
+        num_ranks=num_ranks,
+        preload=tuple(name for name in preload.split(",") if name),
+        before_script=_SHADOW_CHECK,
+        interrupt_grace=grace,
+        log_dir=log_dir,
+        with_prefix=not no_prefix,
+    )
+    try:
+        spec.check()
+        running = Launch(replace(spec, only=parse_ranks(only, num_ranks) if only is not None else None))
+    except LaunchError as error:
+        print(f"parallel3d launch: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_USAGE) from None
+    raise typer.Exit(_run(running))
+
+
+def _run(running: Launch) -> int:
+    from runtime import processes
+
+    processes.become_subreaper()  # should the fork server be killed, its orphans come to us
+    try:
+        running.start()
+        result = _finish(running)
+    finally:
+        processes.end_descendants()
+    with suppress(OSError):
+        sys.stderr.write(result.report)
+        sys.stderr.flush()
+    return result.exit_code
+
+
+def _finish(running: Launch) -> LaunchResult:
+    import asyncio  # after the start: these overlap with the fork server's own imports
+
+    import uvloop
+
+    async def watch() -> LaunchResult:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup
+            loop.add_signal_handler(number, running.interrupt, number)
+        return await running.finish()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(watch())

@@ -1,0 +1,109 @@
+"""Configuration problems as values: where, what was found, which rule, what to do instead."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.errors import ConfigError
+
+_LONGEST_SHOWN = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A spot in the file, or the name of the override (`--set parallel.pp`) that holds the value."""
+
+    source: str
+    line: int | None = None
+    column: int | None = None
+
+    def __str__(self) -> str:
+        return self.source if self.line is None else f"{self.source}:{self.line}:{self.column}"
+
+    @property
+    def reading_order(self) -> tuple[bool, int, int]:
+        """Sorts the file's own places from top to bottom, then the overrides."""
+        return self.line is None, self.line or 0, self.column or 0
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong."""
+
+    place: Place
+    path: str
+    found: str | None
+    message: str
+    remedy: str
+
+    def __str__(self) -> str:
+        margin = f"{self.place}  "
+        subject = self.path if self.found is None else f"{self.path} = {self.found}"
+        first = f"{margin}{subject}: {self.message}" if subject else f"{margin}{self.message}"
+        return f"{first}\n{' ' * len(margin)}{self.remedy}" if self.remedy else first
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for `--json`; `file` holds the override's name where there is no file."""
+        return {
+            "file": self.place.source,
+            "line": self.place.line,
+            "column": self.place.column,
+            "path": self.path,
+            "found": self.found,
+            "message": self.message,
+            "remedy": self.remedy,
+        }
+
+
+class ConfigProblems(ConfigError):
+    """A ConfigError that also keeps its problems apart, for those who print JSON."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(sorted(problems, key=lambda problem: problem.place.reading_order))
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.problems))
+
+
+def show(value: Any) -> str:  # noqa: ANN401
+    """A value as the user would write it, short, and harmless to a terminal."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        text = object.__repr__(value)
+    if not text.isprintable():
+        text = text.encode("ascii", "backslashreplace").decode()
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 1]}…"
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    """`("parallel", "order", 3)` as `parallel.order[3]`; keys that would blur the path are quoted."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            plain = part.replace("_", "").replace("-", "").isalnum() and part.isprintable()
+            text += f"{'.' if text else ''}{part if plain and len(part) <= _LONGEST_SHOWN else show(part)}"
+    return text
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice a typing mistake most likely meant."""
+    by_lower_case = {choice.lower(): choice for choice in choices}
+    # Long words are no typing mistakes, and difflib is quadratic.
+    close = difflib.get_close_matches(word[:_LONGEST_SHOWN].lower(), by_lower_case, n=1)
+    return by_lower_case[close[0]] if close else None
+
+
+def enumerate_words(words: Sequence[str], last: str = "or") -> str:
+    """`a`, `a or b`, `a, b or c`."""
+    return f" {last} ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))

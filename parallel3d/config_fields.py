@@ -1,0 +1,174 @@
+"""Field types that YAML has no word for: sizes, durations, schedules, rank orders, factories."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, PlainValidator, Strict, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from parallel3d.config_errors import enumerate_words, nearest
+
+# The one place to extend when a strategy or a compression arrives with its code.
+CommStrategy = Literal["default"]
+Compression = Literal["none"]
+
+Backend = Literal["auto", "gloo", "nccl"]
+MemoryStrategy = Literal["basic", "standard", "aggressive", "extreme"]
+OptimizerName = Literal["adamw", "sgd"]
+Precision = Literal["float32", "float64", "bfloat16"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "round-robin", "zero-bubble", "zbv", "dualpipe-v"]
+
+NEEDS_VIRTUAL_STAGES = frozenset(("interleaved", "round-robin"))
+IMPLIES_TWO_VIRTUAL_STAGES = frozenset(("zbv", "dualpipe-v"))
+
+RankTable = tuple[tuple[int, int, int], ...]
+
+_AXES = ("dp", "tp", "pp")
+ORDERS = tuple("-".join(axes) for axes in itertools.permutations(_AXES))
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)", re.ASCII)
+_BYTES = {
+    "b": 1,
+    **{f"{letter}ib": 1 << (10 * power) for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
+}
+_SECONDS = {"ms": 1e-3, "s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
+_LARGEST_SIZE = (1 << 63) - 1
+# Longer than any run; the operating system's own timers overflow not far above.
+_LONGEST_DURATION = 1e9
+
+
+def refusal(message: str, remedy: str) -> PydanticCustomError:
+    """A refusal in our own words; `config_translate` passes it on as it is."""
+    return PydanticCustomError("parallel3d", "{message}", {"message": message, "remedy": remedy})
+
+
+def _quantity(value: Any, units: dict[str, Any]) -> float | None:  # noqa: ANN401
+    """A number, or a number with a unit, in the base unit; None when it is neither."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value
+    match = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) and len(value) <= 64 else None
+    factor = units.get(match[2].lower()) if match else None
+    return float(match[1]) * factor if match and factor is not None else None
+
+
+def _size(value: Any) -> int:  # noqa: ANN401
+    num_bytes = _quantity(value, _BYTES)
+    if num_bytes is None or (isinstance(value, float) and not value.is_integer()):
+        raise refusal(
+            "must be a size: a number of bytes, or text with a unit.", 'For example "25 MiB" or "8 GiB".'
+        )
+    if not 1 <= num_bytes <= _LARGEST_SIZE:
+        raise refusal("must be at least 1 byte and below 8 EiB.", 'For example "25 MiB" or "8 GiB".')
+    return int(num_bytes)
+
+
+def _duration(value: Any) -> float:  # noqa: ANN401
+    seconds = _quantity(value, _SECONDS)
+    if seconds is None:
+        raise refusal(
+            "must be a duration: a number of seconds, or text with a unit.",
+            'For example 30, "30s" or "2min".',
+        )
+    if not 0 < seconds <= _LONGEST_DURATION:
+        raise refusal("must be more than 0 and at most 1e9 seconds.", 'For example 30, "30s" or "2min".')
+    return float(seconds)
+
+
+def choice_refusal(value: Any, choices: tuple[str, ...], also: str = "") -> PydanticCustomError:  # noqa: ANN401
+    """Not one of the words: names them all, and the nearest."""
+    if len(choices) == 1:
+        return refusal(
+            f"must be {choices[0]}; there is no other yet.", f"Set it to {choices[0]}, or leave it out."
+        )
+    close = nearest(value, choices) if isinstance(value, str) else None
+    remedy = f"Did you mean {close}?" if close else f"For example {choices[0]}."
+    return refusal(f"must be {enumerate_words([*choices, *([also] if also else [])])}.", remedy)
+
+
+def _schedule(value: Any) -> str:  # noqa: ANN401
+    names = get_args(ScheduleName)
+    if isinstance(value, str) and (value in names or (value.startswith("csv:") and len(value) > len("csv:"))):
+        return value
+    raise choice_refusal(value, names, '"csv:PATH"')
+
+
+def _order(value: Any) -> str | RankTable:  # noqa: ANN401
+    if isinstance(value, (list, tuple)):
+        return tuple(_coordinates(entry, rank) for rank, entry in enumerate(value))
+    if isinstance(value, str) and (value == "auto" or value in ORDERS):
+        return value
+    raise choice_refusal(value, ("auto", *ORDERS), "a list of [dp, tp, pp], one a rank")
+
+
+def _coordinates(entry: Any, rank: int) -> tuple[int, int, int]:  # noqa: ANN401
+    whole = isinstance(entry, (list, tuple)) and [type(number) for number in entry] == [int, int, int]
+    if not whole:
+        raise refusal(
+            f"the entry of rank {rank} must be three whole numbers.",
+            "Write each rank as [dp, tp, pp], such as [0, 0, 1].",
+        )
+    dp, tp, pp = entry
+    return dp, tp, pp
+
+
+def is_factory(value: Any) -> bool:  # noqa: ANN401
+    """Whether this is `package.module:name`."""
+    module, colon, name = value.partition(":") if isinstance(value, str) else ("", "", "")
+    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *name.split(".")))
+
+
+def _named(value: Any, *names: str) -> str:  # noqa: ANN401
+    if value in names or is_factory(value):
+        return str(value)
+    raise choice_refusal(value, (*names, '"module:name"'))
+
+
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+Size = Annotated[
+    int,
+    PlainValidator(_size),
+    WithJsonSchema({"type": ["integer", "string"], "examples": ["25 MiB", 8 << 30]}),
+]
+Duration = Annotated[
+    float,
+    PlainValidator(_duration),
+    WithJsonSchema({"type": ["number", "string"], "examples": [30, "30s", "2min"]}),
+]
+Schedule = Annotated[
+    str,
+    PlainValidator(_schedule),
+    WithJsonSchema(
+        {"anyOf": [{"enum": list(get_args(ScheduleName))}, {"type": "string", "pattern": "^csv:."}]}
+    ),
+]
+_TABLE_SCHEMA = {
+    "type": "array",
+    "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 3, "maxItems": 3},
+}
+Order = Annotated[
+    str | RankTable,
+    PlainValidator(_order),
+    WithJsonSchema({"anyOf": [{"enum": ["auto", *ORDERS]}, _TABLE_SCHEMA]}),
+]
+_MODULE_NAME = {"type": "string", "pattern": "^[^:]+:[^:]+$"}
+Factory = Annotated[str, PlainValidator(_named), WithJsonSchema(_MODULE_NAME)]
+ModelFactory = Annotated[
+    str, PlainValidator(lambda value: _named(value, "gpt")), WithJsonSchema(_MODULE_NAME)
+]
+Loss = Annotated[
+    str,
+    PlainValidator(lambda value: _named(value, "cross_entropy", "mse")),
+    WithJsonSchema({"anyOf": [{"enum": ["cross_entropy", "mse"]}, _MODULE_NAME]}),
+]
+LayersPerStage = Annotated[tuple[Annotated[Count, Strict()], ...], Strict(False)]
+LearningRate = Annotated[float, Field(gt=0, le=1e6)]
+Probability = Annotated[float, Field(ge=0, lt=1)]
+
+
+def is_finite(value: Any) -> bool:  # noqa: ANN401
+    """False only for NaN and the infinities."""
+    return not isinstance(value, float) or math.isfinite(value)

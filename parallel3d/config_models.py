@@ -1,0 +1,258 @@
+"""The YAML file as frozen, strict models. The docstring under a field is its entry in the reference."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from parallel3d import config_yaml
+from parallel3d.config_fields import (
+    IMPLIES_TWO_VIRTUAL_STAGES,
+    Backend,
+    CommStrategy,
+    Compression,
+    Count,
+    Duration,
+    Factory,
+    LayersPerStage,
+    LearningRate,
+    Loss,
+    MemoryStrategy,
+    ModelFactory,
+    OptimizerName,
+    Order,
+    Precision,
+    Probability,
+    Schedule,
+    Size,
+)
+
+
+class Section(BaseModel):
+    """Nothing is guessed: text is no number, an unknown key is an error, a built value never changes."""
+
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=False
+    )
+
+
+class GptArgs(Section):
+    """The built-in GPT: pre-norm blocks, learned positions, biases, an untied head."""
+
+    layers: Count = 24
+    """Transformer blocks. They are split over `parallel.pp` x `pipeline.virtual_stages` stages, evenly
+    unless `pipeline.layers_per_stage` says otherwise."""
+    width: Count = 512
+    """Size of the hidden state; a multiple of `heads`."""
+    heads: Count = 8
+    """Attention heads of a block; each has `width / heads` channels."""
+    vocabulary: Count = 256
+    """Different tokens. The default fits bytes, which is what `data.source: text` gives."""
+    sequence: Count = 128
+    """Tokens of one sample."""
+    dropout: Probability = 0.0
+    """Share of activations dropped in training, from 0 to below 1. At 0 every mesh gives the same losses."""
+
+
+class GptModel(Section):
+    """What is trained, and how its error is measured."""
+
+    factory: Literal["gpt"] = "gpt"
+    """`gpt`, or `"package.module:callable"`: your own, which returns an `nn.Module`. The current folder is
+    on the import path."""
+    args: GptArgs = GptArgs()
+    """The factory's keywords. For a factory of your own: any; for `gpt`: those below."""
+    loss: Loss = "cross_entropy"
+    """`cross_entropy`, `mse`, or `"package.module:function"` of (output, target) that returns a mean over
+    the samples it is given, or (sum, count)."""
+
+
+class CustomModel(Section):
+    """A model of the user's own."""
+
+    factory: ModelFactory
+    """`"package.module:callable"`, which returns an `nn.Module`."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """The keywords that the factory is called with."""
+    loss: Loss = "cross_entropy"
+    """`cross_entropy`, `mse`, or `"package.module:function"` of (output, target)."""
+
+
+def _kind_of_model(value: Any) -> str:  # noqa: ANN401
+    factory = value.get("factory", "gpt") if isinstance(value, dict) else getattr(value, "factory", "gpt")
+    return "gpt" if factory == "gpt" else "custom"
+
+
+Model = Annotated[
+    Annotated[GptModel, Tag("gpt")] | Annotated[CustomModel, Tag("custom")], Discriminator(_kind_of_model)
+]
+
+
+class Data(Section):
+    """Where samples come from."""
+
+    source: Literal["text"] = "text"
+    """`text`: bytes of text files, cut into samples of `model.args.sequence` tokens. Not read when `factory`
+    is given."""
+    path: str | None = None
+    """A text file, or a folder of them. Null: the Python standard library's own sources, so that a first run
+    needs no download."""
+    factory: Factory | None = None
+    """`"package.module:callable"` that returns a map-style dataset: `len(d)`, and `d[i]` gives (input,
+    target). Cannot stand beside `path`."""
+
+
+class Parallel(Section):
+    """The rank mesh. dp x tp x pp must be the number of ranks that are started."""
+
+    dp: Count = 1
+    """Data-parallel replicas; each takes an equal part of every batch."""
+    tp: Count = 1
+    """Tensor-parallel ranks that share each layer."""
+    pp: Count = 1
+    """Pipeline-parallel ranks, each with one part of the layers."""
+    order: Order = "auto"
+    """How ranks are numbered, slowest axis first, such as `dp-tp-pp` or `pp-dp-tp`; or a table with one
+    `[dp, tp, pp]` a rank. `auto` is `dp-tp-pp` when tp x pp ranks fit one host, else `pp-dp-tp`."""
+
+
+class Pipeline(Section):
+    """How microbatches flow through the stages."""
+
+    schedule: Schedule = "1f1b"
+    """`gpipe`, `1f1b`, `interleaved`, `round-robin`, `zero-bubble`, `zbv`, `dualpipe-v`, or `"csv:PATH"`: a
+    table of your own. The default keeps fewer activations than `gpipe` and needs no virtual stages."""
+    microbatches: Count = 1
+    """Microbatches that each replica's share of a batch is cut into. More of them make the bubble smaller."""
+    virtual_stages: Count = 1
+    """Stages a rank. 2 or more for `interleaved` and `round-robin`, always 2 for `zbv` and `dualpipe-v`
+    (may be left out), the table's own for `csv:`, 1 for the others."""
+    layers_per_stage: LayersPerStage | None = None
+    """Layers of each stage, first stage first: pp x virtual_stages numbers that add up to the model's
+    layers. Null: the same number for each."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _imply_virtual_stages(cls, values: Any) -> Any:  # noqa: ANN401
+        if not isinstance(values, dict) or "virtual_stages" in values:
+            return values
+        schedule = values.get("schedule")
+        implied = isinstance(schedule, str) and schedule in IMPLIES_TWO_VIRTUAL_STAGES
+        return {**values, "virtual_stages": 2} if implied else values
+
+
+class Comm(Section):
+    """How ranks talk."""
+
+    backend: Backend = "auto"
+    """`gloo` for CPU tensors, `nccl` for CUDA; `auto` chooses by the device."""
+    strategy: CommStrategy = "default"
+    """How an all-reduce is carried out. `default` is the transport's own way."""
+    bucket_size: Size = 25 << 20
+    """Gradients are reduced in buckets of about this size: an integer is bytes, text has a unit. The default
+    is 25 MiB, as in torch's DDP."""
+    compression: Compression = "none"
+    """How gradients are made smaller on the wire. `none`: they are not."""
+    timeout: Duration = 30.0
+    """Longest wait for any operation between ranks: a number is seconds, text has a unit. Then the rank that
+    did not come is named."""
+    startup_timeout: Duration = 120.0
+    """Longest wait for all ranks to meet at the start: a number is seconds, text has a unit."""
+
+
+class Memory(Section):
+    """How much memory a rank may use, and how hard it tries to stay inside."""
+
+    budget: Size = 8 << 30
+    """Memory of one rank for weights, gradients, optimizer state and activations: an integer is bytes, text
+    has a unit. The default is 8 GiB."""
+    strategy: MemoryStrategy = "standard"
+    """`basic`, `standard`, `aggressive` or `extreme`: each saves more memory and costs more time."""
+
+
+class Optimizer(Section):
+    """How weights change."""
+
+    name: OptimizerName = "adamw"
+    """`adamw` or `sgd`."""
+    lr: LearningRate = 3.0e-4
+    """Learning rate, above 0."""
+
+
+class Train(Section):
+    """How long and on how much."""
+
+    steps: Annotated[int, Field(ge=1, le=10**12)] = 100
+    """Optimizer steps of the run."""
+    batch_size: Annotated[int, Field(ge=1, le=10**12)] | None = None
+    """Samples of one step over the whole mesh; a multiple of dp x microbatches. Null: dp x microbatches,
+    which makes microbatches of one sample."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Start of every random number: initial weights, sample order, dropout."""
+    precision: Precision = "float32"
+    """`float32`, `float64` or `bfloat16`: the type of weights and activations. float32 leaves mixed precision
+    off."""
+
+
+class Checkpoint(Section):
+    """How the run is saved. No keys yet."""
+
+
+class Monitoring(Section):
+    """How the run is watched. No keys yet."""
+
+
+class Runtime(Section):
+    """How processes live."""
+
+    threads: Count | None = None
+    """torch threads a rank. Null: max(1, cores // ranks on this host)."""
+    run_dir: str | None = None
+    """The folder that the run writes; refused when it is not empty. Null: `runs/<run_id>`."""
+
+
+class RunConfig(Section):
+    """One run, as its YAML file describes it. `load_config` makes one and checks what spans several keys."""
+
+    model: Model = GptModel()
+    """What is trained, and how its error is measured."""
+    data: Data = Data()
+    """Where samples come from."""
+    parallel: Parallel = Parallel()
+    """The rank mesh. dp x tp x pp must be the number of ranks that are started."""
+    pipeline: Pipeline = Pipeline()
+    """How microbatches flow through the stages."""
+    comm: Comm = Comm()
+    """How ranks talk."""
+    memory: Memory = Memory()
+    """How much memory a rank may use, and how hard it tries to stay inside."""
+    optimizer: Optimizer = Optimizer()
+    """How weights change."""
+    train: Train = Train()
+    """How long and on how much."""
+    checkpoint: Checkpoint = Checkpoint()
+    """How the run is saved. No keys yet."""
+    monitoring: Monitoring = Monitoring()
+    """How the run is watched. No keys yet."""
+    runtime: Runtime = Runtime()
+    """How processes live."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that this run needs."""
+        return self.parallel.dp * self.parallel.tp * self.parallel.pp
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages, virtual ones counted."""
+        return self.parallel.pp * self.pipeline.virtual_stages
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of one step over the whole mesh."""
+        return self.train.batch_size or self.parallel.dp * self.pipeline.microbatches
+
+    def to_yaml(self) -> str:
+        """Every key with its value; `load_config` of it gives an equal config."""
+        return config_yaml.dump(self.model_dump(mode="json"))

@@ -1,0 +1,105 @@
+"""What the YAML file may hold, for editors (JSON Schema) and for readers (Markdown)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from parallel3d.config_aliases import ALIASES, SECTION_ALIASES, VALUE_ALIASES
+from parallel3d.config_errors import show
+from parallel3d.config_models import GptArgs, GptModel, RunConfig
+
+_INTRODUCTION = """\
+# Configuration
+
+Every key of the YAML file. All are optional: an empty file is a valid run on one rank.
+`parallel3d validate run.yaml` checks a file and lists everything that is wrong with it;
+`parallel3d schema` prints the JSON Schema that lets an editor complete and check keys.
+
+The environment overrides the file: `PARALLEL3D_PARALLEL__PP=4` sets `parallel.pp`.
+`--set parallel.pp=4` overrides both.
+"""
+_ALIASES_TITLE = """\
+## Other spellings
+
+Names from torchtitan and Megatron-LM that are accepted for ours. `model.args` has them for `gpt` only.
+"""
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of the YAML file, aliases included."""
+    schema = RunConfig.model_json_schema()
+    definitions, sections = schema["$defs"], schema["properties"]
+    for name, section in sections.items():
+        sections[name] = _nullable_section(section, RunConfig.model_fields[name].description)
+    sections |= {alias: _alias_of(sections[name], name) for alias, name in SECTION_ALIASES.items()}
+    args = definitions["GptModel"]["properties"]["args"]
+    definitions["GptModel"]["properties"]["args"] = _nullable_section(
+        args, GptModel.model_fields["args"].description
+    )
+    owners = {name.lower(): definitions[name] for name in definitions} | {
+        "model.args": definitions["GptArgs"]
+    }
+    for path, words in VALUE_ALIASES.items():
+        section, key = path.split(".")
+        _allow_words(owners[section]["properties"][key], list(words))
+    for alias, path in ALIASES.items():
+        target = owners[path.rpartition(".")[0]]["properties"][path.rpartition(".")[2]]
+        owner, _, key = alias.rpartition(".")
+        owners[owner]["properties"][key] = _alias_of(target, path)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "parallel3d run"}
+
+
+def _nullable_section(section: dict[str, Any], description: str | None) -> dict[str, Any]:
+    """A section whose name stands alone is null, and means its defaults."""
+    choices = section.get("oneOf") or [{"$ref": section["$ref"]}]
+    return {"description": description, "anyOf": [*choices, {"type": "null"}]}
+
+
+def _allow_words(field: dict[str, Any], words: list[str]) -> None:
+    holder = next((choice for choice in field.get("anyOf", ()) if "enum" in choice), field)
+    holder["enum"] = [*holder["enum"], *words]
+
+
+def _alias_of(field: dict[str, Any], path: str) -> dict[str, Any]:
+    return {**field, "description": f"The same as `{path}`. {field['description']}"}
+
+
+def markdown() -> str:
+    """The key reference, which `docs/configuration.md` holds."""
+    sections = [
+        _section(name, field.annotation) for name, field in RunConfig.model_fields.items() if name != "model"
+    ]
+    model = _section("model", GptModel) + "\n" + _section("model.args", GptArgs)
+    rows = [f"| `{alias}:` | `{name}:` |" for alias, name in SECTION_ALIASES.items()]
+    rows += [f"| `{alias}` | `{name}` |" for alias, name in ALIASES.items()]
+    rows += [
+        f"| `{path}: {word}` | `{path}: {ours}` |"
+        for path, words in VALUE_ALIASES.items()
+        for word, ours in words.items()
+    ]
+    aliases = "\n".join((_ALIASES_TITLE, "| accepted | ours |", "|---|---|", *rows)) + "\n"
+    return "\n".join((_INTRODUCTION, model, *sections, aliases))
+
+
+def _section(path: str, section: Any) -> str:  # noqa: ANN401
+    assert issubclass(section, BaseModel)
+    title = f"## `{path}`\n\n{section.__doc__}\n"
+    rows = [
+        f"| `{key}` | {_default(field.default)} | {_one_line(field.description or '')} |"
+        for key, field in section.model_fields.items()
+    ]
+    return "\n".join((title, "| key | default | meaning |", "|---|---|---|", *rows)) + "\n" if rows else title
+
+
+def _default(value: Any) -> str:  # noqa: ANN401
+    return (
+        "see below"
+        if isinstance(value, BaseModel)
+        else f"`{value if isinstance(value, str) else show(value)}`"
+    )
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")

@@ -1,0 +1,244 @@
+"""Rules that span several keys. Each says which keys it reads, and finds numbers that would do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from parallel3d.config_errors import enumerate_words
+from parallel3d.config_factories import missing_module
+from parallel3d.config_fields import IMPLIES_TWO_VIRTUAL_STAGES, NEEDS_VIRTUAL_STAGES, is_factory
+from parallel3d.config_models import GptModel, RunConfig
+
+# Longer examples explain nothing.
+_LONGEST_EXAMPLE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A broken rule. `blame`: the keys at fault; the first that was given is shown."""
+
+    blame: tuple[str, ...]
+    message: str
+    remedy: str
+
+
+Check = Callable[[RunConfig, int | None], Iterator[Finding]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A check, and the keys it reads: it says nothing while one of them is wrong by itself."""
+
+    check: Check
+    reads: tuple[str, ...]
+
+
+def _fits_world(config: RunConfig, world_size: int | None) -> Iterator[Finding]:
+    mesh, product = config.parallel, config.world_size
+    if world_size is None or product == world_size:
+        return
+    sizes = {"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp}
+    fixes = {
+        axis: world_size * size // product
+        for axis, size in sizes.items()
+        if world_size % (product // size) == 0
+    }
+    if "pp" in fixes and not _splits(config, fixes["pp"]):
+        del fixes["pp"]
+    remedy, blame = _other_mesh(sizes, world_size), tuple(sizes)
+    if fixes:
+        axis = max(fixes, key=lambda axis: sizes[axis] > 1)
+        remedy, blame = f"Set {axis} to {fixes[axis]}", (axis, *sizes)
+    text = " x ".join(f"{axis}({size})" for axis, size in sizes.items())
+    yield Finding(
+        tuple(f"parallel.{axis}" for axis in blame),
+        f"{text} = {_ranks(product)}, but {world_size} {'was' if world_size == 1 else 'were'} started.",
+        f"{remedy}, or start {_ranks(product)}.",
+    )
+
+
+def _splits(config: RunConfig, pp: int) -> bool:
+    """Whether the model could also be cut for that many pipeline ranks."""
+    if config.pipeline.layers_per_stage is not None or not isinstance(config.model, GptModel):
+        return True
+    return config.model.args.layers % (pp * config.pipeline.virtual_stages) == 0
+
+
+def _other_mesh(sizes: dict[str, int], world_size: int) -> str:
+    """Keeps what it can of tp and pp; dp takes the rest."""
+    tp = math.gcd(sizes["tp"], world_size)
+    pp = math.gcd(sizes["pp"], world_size // tp)
+    return f"Set dp to {world_size // tp // pp}, tp to {tp} and pp to {pp}"
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank" if count == 1 else f"{count} ranks"
+
+
+def _heads_divide_width(config: RunConfig, _: int | None) -> Iterator[Finding]:
+    if not isinstance(config.model, GptModel):
+        return
+    width, heads = config.model.args.width, config.model.args.heads
+    if width % heads:
+        yield Finding(
+            ("model.args.heads", "model.args.width"),
+            f"width({width}) is not a multiple of heads({heads}).",
+            f"Set heads to {_near_divisors(width, heads)}, or width to {_near_multiples(width, heads)}.",
+        )
+
+
+def _virtual_stages_fit_schedule(config: RunConfig, _: int | None) -> Iterator[Finding]:
+    schedule, virtual = config.pipeline.schedule, config.pipeline.virtual_stages
+    blame = ("pipeline.virtual_stages", "pipeline.schedule")
+    if schedule in NEEDS_VIRTUAL_STAGES and virtual < 2:
+        yield Finding(
+            blame,
+            f"the schedule {schedule} needs 2 or more virtual stages a rank.",
+            "Set virtual_stages to 2.",
+        )
+    elif schedule in IMPLIES_TWO_VIRTUAL_STAGES and virtual != 2:
+        yield Finding(
+            blame,
+            f"the schedule {schedule} always has 2 virtual stages a rank.",
+            "Set virtual_stages to 2, or leave it out.",
+        )
+    elif virtual > 1 and _has_one_stage_a_rank(schedule):
+        yield Finding(
+            blame,
+            f"the schedule {schedule} has one stage a rank.",
+            "Set virtual_stages to 1, or schedule to interleaved or round-robin.",
+        )
+
+
+def _has_one_stage_a_rank(schedule: str) -> bool:
+    several = NEEDS_VIRTUAL_STAGES | IMPLIES_TWO_VIRTUAL_STAGES
+    return schedule not in several and not schedule.startswith("csv:")
+
+
+def _layers_split(config: RunConfig, _: int | None) -> Iterator[Finding]:
+    layers = config.model.args.layers if isinstance(config.model, GptModel) else None
+    given, stages = config.pipeline.layers_per_stage, config.num_stages
+    if given is not None:
+        yield from _layers_given(given, layers, config)
+    elif layers is not None and layers % stages:
+        virtual = config.pipeline.virtual_stages
+        near_pp = (
+            f"pp to {_near_divisors(layers // virtual, config.parallel.pp)}, "
+            if layers % virtual == 0
+            else ""
+        )
+        yield Finding(
+            ("parallel.pp", "pipeline.virtual_stages", "model.args.layers"),
+            f"{layers} layers cannot be split evenly over {_stages(config)}.",
+            f"Set {near_pp}layers to {_near_multiples(layers, stages)}, or give pipeline.layers_per_stage.",
+        )
+
+
+def _layers_given(given: tuple[int, ...], layers: int | None, config: RunConfig) -> Iterator[Finding]:
+    blame, stages = ("pipeline.layers_per_stage",), config.num_stages
+    total = f" that add up to {layers}" if layers is not None else ""
+    remedy = f"Give {stages} numbers{total}{_example_split(layers or stages, stages)}."
+    if len(given) != stages:
+        yield Finding(blame, f"{len(given)} numbers, but there are {_stages(config)}.", remedy)
+    elif layers is not None and sum(given) != layers:
+        yield Finding(blame, f"adds up to {sum(given)} layers, but the model has {layers}.", remedy)
+
+
+def _example_split(layers: int, stages: int) -> str:
+    if stages > _LONGEST_EXAMPLE or layers < stages:
+        return ""
+    each, over = divmod(layers, stages)
+    return f", for example {[each + (stage < over) for stage in range(stages)]}"
+
+
+def _stages(config: RunConfig) -> str:
+    pp, virtual = config.parallel.pp, config.pipeline.virtual_stages
+    return f"pp({pp}) x virtual_stages({virtual}) = {config.num_stages} stages"
+
+
+def _batch_divides(config: RunConfig, _: int | None) -> Iterator[Finding]:
+    dp, microbatches, batch = config.parallel.dp, config.pipeline.microbatches, config.batch_size
+    if batch % (dp * microbatches):
+        yield Finding(
+            ("train.batch_size",),
+            f"not a multiple of dp({dp}) x microbatches({microbatches}) = {dp * microbatches}.",
+            f"Set batch_size to {_near_multiples(batch, dp * microbatches)}.",
+        )
+
+
+def _order_is_a_bijection(config: RunConfig, _: int | None) -> Iterator[Finding]:
+    table, mesh, blame = config.parallel.order, config.parallel, ("parallel.order",)
+    if isinstance(table, str):
+        return
+    remedy = "Give each [dp, tp, pp] of the mesh to one rank, or set order to auto."
+    if len(table) != config.world_size:
+        yield Finding(blame, f"{len(table)} entries, but the mesh has {_ranks(config.world_size)}.", remedy)
+        return
+    owners: dict[tuple[int, int, int], int] = {}
+    for rank, coords in enumerate(table):
+        inside = all(0 <= c < size for c, size in zip(coords, (mesh.dp, mesh.tp, mesh.pp), strict=True))
+        if not inside:
+            text = f"rank {rank} is at {list(coords)}, outside the mesh of {mesh.dp} x {mesh.tp} x {mesh.pp}."
+            yield Finding(blame, text, remedy)
+            return
+        if coords in owners:
+            yield Finding(blame, f"ranks {owners[coords]} and {rank} are both at {list(coords)}.", remedy)
+            return
+        owners[coords] = rank
+
+
+def _factories_exist(key: str, value: Callable[[RunConfig], str | None]) -> Check:
+    def check(config: RunConfig, _: int | None) -> Iterator[Finding]:
+        name = value(config)
+        missing = missing_module(name) if name is not None and is_factory(name) else None
+        if missing is not None:
+            yield Finding((key,), missing.message, missing.remedy)
+
+    return check
+
+
+def _one_source_of_data(config: RunConfig, _: int | None) -> Iterator[Finding]:
+    if config.data.factory is not None and config.data.path is not None:
+        yield Finding(
+            ("data.path",), "not read when data.factory is given.", "Remove data.path or data.factory."
+        )
+
+
+def _near_multiples(value: int, step: int) -> str:
+    below, above = value // step * step, (value // step + 1) * step
+    return enumerate_words([str(number) for number in (below, above) if number])
+
+
+def _near_divisors(value: int, near: int) -> str:
+    """The divisors of `value` on both sides of `near`, which is none itself."""
+    divisors = sorted(
+        {d for low in range(1, math.isqrt(value) + 1) if value % low == 0 for d in (low, value // low)}
+    )
+    below, above = [d for d in divisors if d < near][-1:], [d for d in divisors if d > near][:1]
+    return enumerate_words([str(number) for number in (*below, *above)])
+
+
+RULES = (
+    Rule(_fits_world, ("parallel.dp", "parallel.tp", "parallel.pp")),
+    Rule(_heads_divide_width, ("model.factory", "model.args.width", "model.args.heads")),
+    Rule(_virtual_stages_fit_schedule, ("pipeline.schedule", "pipeline.virtual_stages")),
+    Rule(
+        _layers_split,
+        (
+            "model.factory",
+            "model.args.layers",
+            "parallel.pp",
+            "pipeline.schedule",
+            "pipeline.virtual_stages",
+            "pipeline.layers_per_stage",
+        ),
+    ),
+    Rule(_batch_divides, ("parallel.dp", "pipeline.microbatches", "train.batch_size")),
+    Rule(_order_is_a_bijection, ("parallel.dp", "parallel.tp", "parallel.pp", "parallel.order")),
+    Rule(_factories_exist("model.factory", lambda config: config.model.factory), ("model.factory",)),
+    Rule(_factories_exist("model.loss", lambda config: config.model.loss), ("model.loss",)),
+    Rule(_factories_exist("data.factory", lambda config: config.data.factory), ("data.factory",)),
+    Rule(_one_source_of_data, ("data.path", "data.factory")),
+)

@@ -1,0 +1,144 @@
+"""Turns pydantic's errors into ours, here and nowhere else: no user ever reads pydantic's words."""
+
+from __future__ import annotations
+
+from typing import Any, cast, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from parallel3d.config_aliases import ALIASES, SECTION_ALIASES
+from parallel3d.config_errors import Place, Problem, dotted, enumerate_words, nearest, show
+from parallel3d.config_fields import choice_refusal
+from parallel3d.config_file import KeyPath, Node
+from parallel3d.config_models import CustomModel, GptArgs, GptModel, RunConfig
+from parallel3d.config_yaml import resolve_scalar
+
+_WANTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+}
+_LIMITS = {
+    "greater_than_equal": ("ge", "at least"),
+    "greater_than": ("gt", "more than"),
+    "less_than_equal": ("le", "at most"),
+    "less_than": ("lt", "below"),
+}
+TRANSLATED = frozenset(("parallel3d", "extra_forbidden", "literal_error", *_WANTED, *_LIMITS))
+
+
+def translate(error: ValidationError, tree: Node) -> list[tuple[KeyPath, Problem]]:
+    """Each of pydantic's errors as a problem, with the path of the value at fault."""
+    return [_translated(details, tree) for details in error.errors(include_url=False)]
+
+
+def _translated(details: ErrorDetails, tree: Node) -> tuple[KeyPath, Problem]:
+    path = details["loc"]
+    custom = path[:2] == ("model", "custom")
+    if path[0] == "model":
+        path = (path[0], *path[2:])  # pydantic puts the union's tag there
+    if details["type"] == "extra_forbidden":
+        return path, _unknown_key(path, tree, custom)
+    message, remedy = _wording(details, path, custom)
+    return path, Problem(
+        place_of(path, tree), dotted(tree.as_written(path)), show(details["input"]), message, remedy
+    )
+
+
+def place_of(path: KeyPath, tree: Node) -> Place:
+    """Where the value stands, or the nearest thing around it that stands somewhere."""
+    while (node := tree.find(path)) is None:
+        path = path[:-1]
+    return node.place
+
+
+def _wording(details: ErrorDetails, path: KeyPath, custom: bool) -> tuple[str, str]:
+    kind, value, context = details["type"], details["input"], details.get("ctx", {})
+    if kind == "parallel3d":
+        return context["message"], context["remedy"]
+    if kind == "literal_error":
+        refusal = choice_refusal(value, get_args(_field(path, custom).annotation)).context or {}
+        return refusal["message"], refusal["remedy"]
+    if kind in _LIMITS:
+        bound, words = _LIMITS[kind]
+        return f"must be {words} {context[bound]}.", _limit_remedy(kind, context[bound], path, custom)
+    if kind in _WANTED:
+        return f"must be {_WANTED[kind]}.", _type_remedy(kind, value, path, custom)
+    return "is not accepted here.", _example(path, custom)
+
+
+def _limit_remedy(kind: str, bound: Any, path: KeyPath, custom: bool) -> str:  # noqa: ANN401
+    return f"Set it to {bound}." if kind.endswith("equal") else _example(path, custom)
+
+
+def _type_remedy(kind: str, value: Any, path: KeyPath, custom: bool) -> str:  # noqa: ANN401
+    if kind == "string_type" and isinstance(value, (int, float)):
+        return f'Put it in quotes: "{show(value)}".'
+    number = resolve_scalar(value) if isinstance(value, str) else value
+    whole = isinstance(number, float) and number.is_integer() and kind == "int_type"
+    if whole and isinstance(number, float):
+        return f"Write {int(number)}."
+    wanted = {"int_type": (int,), "float_type": (int, float)}.get(kind, ())
+    if isinstance(value, str) and type(number) in wanted:
+        return f"Write {show(number)} without quotes."
+    return _example(path, custom)
+
+
+def _example(path: KeyPath, custom: bool) -> str:
+    if "layers_per_stage" in path:
+        return "For example layers_per_stage: [6, 6, 6, 6]."
+    default = _field(path, custom).get_default(call_default_factory=True)
+    if isinstance(default, (BaseModel, dict)):
+        return f"Put keys under {path[-1]}, one a line and indented, or leave it out."
+    return "Leave it out." if default is None else f"For example {default}."
+
+
+def _field(path: KeyPath, custom: bool) -> FieldInfo:
+    """The field at that path, or the one that holds the list entry there."""
+    names = [part for part in path if isinstance(part, str)]
+    return _section(tuple(names[:-1]), custom).model_fields[names[-1]]
+
+
+def _section(path: KeyPath, custom: bool) -> type[BaseModel]:
+    if path[:1] == ("model",):
+        return GptArgs if len(path) > 1 else CustomModel if custom else GptModel
+    section: Any = RunConfig.model_fields[str(path[0])].annotation if path else RunConfig
+    return cast(type[BaseModel], section)
+
+
+def _unknown_key(path: KeyPath, tree: Node, custom: bool) -> Problem:
+    node, key = tree.find(path), str(path[-1])
+    assert node is not None, "an unknown key stands where it was found"
+    place = node.key_place or node.place
+    return Problem(
+        place, dotted(tree.as_written(path)), None, "unknown key.", _known_key(path[:-1], key, custom)
+    )
+
+
+def _known_key(parent: KeyPath, key: str, custom: bool) -> str:
+    """What to write instead: the same word in another section, the nearest here, or all there is."""
+    elsewhere = [name for name in _leaves() if name.rpartition(".")[2] == key]
+    if elsewhere:
+        return f"Did you mean {enumerate_words(elsewhere)}?"
+    keys = list(_section(parent, custom).model_fields)
+    prefix = "".join(f"{part}." for part in parent)
+    aliases = {
+        alias.removeprefix(prefix): name for alias, name in ALIASES.items() if alias.startswith(prefix)
+    }
+    known = dict.fromkeys(keys) | (aliases if parent else dict(SECTION_ALIASES))
+    close = nearest(key, known)
+    if close is not None:
+        return f"Did you mean {(known[close] or close).removeprefix(prefix)}?"
+    return f"Keys here: {', '.join(keys)}." if keys else f"{dotted(parent)} has no keys yet."
+
+
+def _leaves() -> list[str]:
+    sections = {(name,): _section((name,), False) for name in RunConfig.model_fields} | {
+        ("model", "args"): GptArgs
+    }
+    return [".".join((*path, key)) for path, section in sections.items() for key in section.model_fields]

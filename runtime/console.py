@@ -1,0 +1,147 @@
+"""Carries what ranks print from their pipes to the launcher's own stdout and stderr and to log files."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+
+from runtime.output import LineSplitter, Prefix, Writer, rank_prefix, wants_colour
+
+_READ_BYTES = 64 * 1024
+_STDOUT, _STDERR = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class ConsoleStyle:
+    """How ranks' lines are shown."""
+
+    num_ranks: int
+    with_prefix: bool
+    only: frozenset[int] | None
+    """The ranks that are shown; None: all."""
+
+    def prefix(self, rank: int, fd: int, environment: Mapping[str, str]) -> Prefix:
+        if not self.with_prefix:
+            return Prefix(b"")
+        return rank_prefix(rank, self.num_ranks, wants_colour(fd, environment))
+
+    def shows(self, rank: int) -> bool:
+        return self.only is None or rank in self.only
+
+
+class Read(Enum):
+    """What one look into a pipe gave."""
+
+    DATA = "data"
+    NOTHING_YET = "nothing yet"
+    END = "end"
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    pipe: int
+    console: int | None
+    log: int | None
+    prefix: Prefix
+    lines: LineSplitter
+
+
+class Console:
+    """Reads ranks' pipes on the loop; a thread writes. A slow reader slows ranks down and loses nothing."""
+
+    def __init__(self, style: ConsoleStyle, logs: Sequence[int]) -> None:
+        self._style = style
+        self._logs = logs
+        self._streams: dict[int, _Stream] = {}
+        self._loop = asyncio.get_running_loop()
+        self._room = asyncio.Event()
+        self._abandoned = False
+        self._is_paused = False
+        self._writer = Writer(self._on_room)
+
+    def add(self, rank: int, stdout: int, stderr: int) -> None:
+        """Take over the reading ends of a rank's two pipes."""
+        for pipe, console in ((stdout, _STDOUT), (stderr, _STDERR)):
+            os.set_blocking(pipe, False)
+            prefix = self._style.prefix(rank, console, os.environ)
+            shown = console if self._style.shows(rank) else None
+            log = self._logs[rank] if self._logs else None
+            self._streams[pipe] = _Stream(pipe, shown, log, prefix, LineSplitter())
+            if not self._is_paused:
+                self._loop.add_reader(pipe, self._on_readable, pipe)
+
+    def log(self, rank: int, text: str) -> None:
+        """Append our own words to a rank's log file, if there is one."""
+        if self._logs:
+            self._writer.write(self._logs[rank], text.encode("utf-8", "replace"))
+
+    def abandon(self) -> None:
+        """Stop waiting for whoever does not read our output."""
+        self._abandoned = True
+        self._room.set()
+
+    async def drain(self) -> None:
+        """Deliver all that is in the pipes. Call when no rank lives, so that nothing more can come."""
+        for pipe in list(self._streams):
+            while pipe in self._streams and not self._abandoned:
+                if self._writer.is_full:
+                    await self._wait_for_room()
+                elif self._read(pipe) is not Read.DATA:
+                    self._end(pipe)
+
+    async def close(self) -> None:
+        """Wait until all is written. No deadline: a pager may well read slowly, and Ctrl-C abandons it."""
+        for pipe in list(self._streams):
+            self._end(pipe)
+        self._writer.close()
+        while not self._writer.is_done and not self._abandoned:
+            await self._wait_for_room()
+
+    async def _wait_for_room(self) -> None:
+        self._room.clear()
+        if (self._writer.is_full or not self._writer.is_done) and not self._abandoned:
+            await self._room.wait()
+
+    def _on_readable(self, pipe: int) -> None:
+        if pipe in self._streams and self._read(pipe) is Read.END:
+            self._end(pipe)
+        if self._writer.is_full and not self._is_paused:
+            self._is_paused = True
+            for each in self._streams:
+                self._loop.remove_reader(each)
+
+    def _read(self, pipe: int) -> Read:
+        try:
+            data = os.read(pipe, _READ_BYTES)
+        except BlockingIOError:
+            return Read.NOTHING_YET
+        stream = self._streams[pipe]
+        self._show(stream, stream.lines.feed(data))
+        return Read.DATA if data else Read.END
+
+    def _show(self, stream: _Stream, lines: bytes) -> None:
+        if lines and stream.log is not None:
+            self._writer.write(stream.log, lines)
+        if lines and stream.console is not None:
+            self._writer.write(stream.console, stream.prefix.apply(lines))
+
+    def _end(self, pipe: int) -> None:
+        stream = self._streams.pop(pipe)
+        self._show(stream, stream.lines.finish())
+        self._loop.remove_reader(pipe)
+        os.close(pipe)
+
+    def _on_room(self) -> None:
+        with suppress(RuntimeError):  # the loop may be closed once we were abandoned
+            self._loop.call_soon_threadsafe(self._resume)
+
+    def _resume(self) -> None:
+        self._room.set()
+        if self._is_paused and not self._writer.is_full:
+            self._is_paused = False
+            for pipe in self._streams:
+                self._loop.add_reader(pipe, self._on_readable, pipe)

@@ -1,0 +1,125 @@
+"""The control channel: small JSON messages from a rank to its launcher, which never hold a rank up.
+
+One message is one record of a SOCK_SEQPACKET pair, so that it arrives whole or is dropped whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import stat
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+MAX_MESSAGE_BYTES = 64 * 1024
+CONTROL_FD = "PARALLEL3D_CONTROL_FD"
+RANK_PID = "PARALLEL3D_RANK_PID"
+
+Message = dict[str, Any]
+
+
+class RankControl:
+    """The rank's end. Sending never waits and never raises for want of a reader: it drops and counts."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self.dropped = 0
+        os.set_blocking(fd, False)
+
+    def send(self, kind: str, **fields: object) -> None:
+        """Hand one message to the launcher; lost (and counted) when its buffer is full or it is too big."""
+        if not self._write(encode(kind, fields)):
+            self.dropped += 1
+
+    def send_within(self, seconds: float, kind: str, **fields: object) -> bool:
+        """As `send`, but wait up to so long for room: for the last words of a rank. True when it went."""
+        poller = select.poll()
+        poller.register(self._fd, select.POLLOUT)
+        poller.poll(seconds * 1000)
+        sent = self._write(encode(kind, fields))
+        self.dropped += not sent
+        return sent
+
+    def _write(self, data: bytes) -> bool:
+        if len(data) > MAX_MESSAGE_BYTES:
+            return False
+        try:
+            os.write(self._fd, data)
+        except OSError:  # full, or the launcher is gone
+            return False
+        return True
+
+
+def rank_control() -> RankControl | None:
+    """This rank's channel; None where `parallel3d launch` did not start this very process.
+
+    Programs that a rank starts inherit the variables but not the descriptor, so its number may by
+    now be another file: hence the checks.
+    """
+    number, pid = os.environ.get(CONTROL_FD, ""), os.environ.get(RANK_PID)
+    if not number.isdigit() or pid != str(os.getpid()):
+        return None
+    try:
+        is_socket = stat.S_ISSOCK(os.fstat(int(number)).st_mode)
+    except OSError:
+        return None
+    return RankControl(int(number)) if is_socket else None
+
+
+def encode(kind: str, fields: Mapping[str, object]) -> bytes:
+    """One message as a line of JSON; what JSON cannot say is sent as its repr."""
+    return json.dumps({"kind": kind, **fields}, default=repr).encode() + b"\n"
+
+
+def decode(data: bytes) -> Message | None:
+    """The message in these bytes, or None: a rank may send anything, and must not break its launcher."""
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+        return None
+    return message
+
+
+class LauncherControl:
+    """The launcher's end for one rank."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self.malformed = 0
+        self.ended = False
+
+    def messages(self, at_most: int = 64) -> Iterator[Message]:
+        """What has arrived, without waiting; bounded, so that one chatty rank cannot starve the others."""
+        for _ in range(at_most):
+            record = self._record()
+            if record is None:
+                return
+            message = decode(record)
+            if message is None:
+                self.malformed += 1
+            else:
+                yield message
+
+    def _record(self) -> bytes | None:
+        try:
+            data, _, flags, _ = self.connection.recvmsg(MAX_MESSAGE_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError:
+            self.ended = True
+            return None
+        if not data and self._hung_up():
+            self.ended = True
+            return None
+        return b"" if flags & socket.MSG_TRUNC else data
+
+    def _hung_up(self) -> bool:
+        """An empty record looks like the end of the stream; only the latter hangs up."""
+        poller = select.poll()
+        poller.register(self.connection, 0)
+        return any(event & select.POLLHUP for _, event in poller.poll(0))

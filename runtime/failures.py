@@ -1,0 +1,113 @@
+"""How a rank failed, which failure was the root, and how both are told to people."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.errors import Coords, name_rank
+
+# What a rank meets because another one failed.
+CONSEQUENCES = frozenset({"PeerLost", "GroupClosed", "DeadlineExceeded"})
+# How a rank that was asked to stop usually says that it did.
+_ANSWERS_TO_INTERRUPT = frozenset({"KeyboardInterrupt", "CancelledError"})
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a rank itself said about its uncaught exception."""
+
+    time: float
+    type: str
+    message: str
+    traceback: str
+    is_consequence: bool = False
+
+    @staticmethod
+    def from_message(message: Mapping[str, Any]) -> Report | None:
+        """None when a field is missing or of another type: a rank may send anything."""
+        time = message.get("time")
+        texts = [message.get(name) for name in ("type", "message", "traceback")]
+        if not isinstance(time, int | float) or not all(isinstance(text, str) for text in texts):
+            return None
+        kind, text, traceback = (str(each) for each in texts)
+        error = message.get("error")
+        wire_kind = error.get("kind") if isinstance(error, dict) else None
+        is_consequence = isinstance(wire_kind, str) and wire_kind in CONSEQUENCES
+        return Report(float(time), kind, text, traceback, is_consequence)
+
+    @property
+    def summary(self) -> str:
+        first, _, rest = self.message.partition("\n")
+        return f"{self.type}: {first}{' ...' if rest else ''}" if self.message else self.type
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One rank that did not end well."""
+
+    rank: int
+    coords: Coords | None
+    time: float
+    """CLOCK_MONOTONIC: when it said so itself, else when it was found ended."""
+    exit_code: int
+    """As a shell counts: 128 + n when signal n killed it."""
+    how: str
+    """`killed by SIGKILL`, `exited with code 3`, or the exception in one line."""
+    report: Report | None
+    is_consequence: bool
+    was_stopped: bool
+    """We ended it ourselves, because of another failure or of Ctrl-C."""
+
+    @property
+    def name(self) -> str:
+        return name_rank(self.rank, self.coords)
+
+
+def shell_code(code: int) -> int:
+    """A wait code (minus the signal's number) as shells count it."""
+    return code if code >= 0 else 128 - code
+
+
+def describe_exit(code: int) -> str:
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def find_root(failures: Iterable[Failure]) -> Failure | None:
+    """The earliest that is nobody's consequence; where all are, the earliest."""
+    return min(failures, key=lambda failure: (failure.is_consequence, failure.time), default=None)
+
+
+def render(root: Failure, failures: Sequence[Failure]) -> str:
+    """The root first and whole, then one line for each other failed rank."""
+    others = [failure for failure in failures if failure is not root]
+    lines = [f"parallel3d: {root.name} failed first: {root.how}"]
+    if root.report is not None:
+        lines.append(root.report.traceback.rstrip("\n"))
+    lines += [f"parallel3d: {failure.name}: {failure.how}" for failure in others if not failure.was_stopped]
+    num_stopped = sum(failure.was_stopped for failure in others)
+    if num_stopped:
+        lines.append(f"parallel3d: {num_stopped} other rank{'s were' * (num_stopped > 1) or ' was'} stopped.")
+    return "\n".join(lines) + "\n"
+
+
+def render_interrupted(number: signal.Signals, failures: Sequence[Failure]) -> str:
+    """What went wrong while ranks were stopping; that they stopped at all is no news."""
+    lines = [f"parallel3d: interrupted by {number.name}; all ranks have ended."]
+    for failure in failures:
+        if failure.was_stopped and failure.report is None:
+            if failure.exit_code == shell_code(-signal.SIGKILL):
+                lines.append(f"parallel3d: {failure.name} had not stopped yet and was killed.")
+        elif failure.report is not None and failure.report.type not in _ANSWERS_TO_INTERRUPT:
+            lines += [
+                f"parallel3d: {failure.name} failed: {failure.how}",
+                failure.report.traceback.rstrip("\n"),
+            ]
+    return "\n".join(lines) + "\n"

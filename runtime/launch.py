@@ -1,0 +1,307 @@
+"""Starts N ranks of a script on this host, watches them, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.machinery
+import os
+import resource
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runtime import processes, supervisor
+from runtime.console import Console, ConsoleStyle
+from runtime.control import LauncherControl, Message
+from runtime.errors import Coords, LaunchError
+from runtime.failures import Failure, Report, describe_exit, find_root, render, render_interrupted
+from runtime.fork_client import HOME, ForkClient
+from runtime.fork_server import Job
+from runtime.output import open_logs
+from runtime.script import Target
+
+RUN_ID = "PARALLEL3D_RUN_ID"
+_SERVER_END_SECONDS = 15.0  # the server itself gives what it ends 10 s
+
+OnMessage = Callable[[int, Message], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSpec:
+    """All that a launch is told."""
+
+    target: Target
+    num_ranks: int
+    preload: tuple[str, ...] = ()
+    """Modules that are imported once, before the ranks are forked."""
+    before_script: str | None = None
+    """`module:function`, called in each rank before the script runs."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to this process's own environment."""
+    interrupt_grace: float = 10.0
+    """Seconds that ranks have to end after one Ctrl-C."""
+    start_timeout: float = 120.0
+    """Seconds from the start until the last rank is forked."""
+    log_dir: Path | None = None
+    with_prefix: bool = True
+    only: frozenset[int] | None = None
+    """Ranks shown on the console; None: all."""
+
+    def check(self) -> None:
+        """Raise LaunchError that says what is wrong, before a process starts."""
+        if self.num_ranks < 1:
+            raise LaunchError(f"-n {self.num_ranks}: at least one rank is needed")
+        name = self.target.name
+        if self.target.is_module:
+            top = name.partition(".")[0]
+            if importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
+                raise LaunchError(f"no module named {top!r} here or on the import path")
+        elif os.path.isdir(name):
+            raise LaunchError(f"{name} is a directory; name the script in it")
+        elif not os.path.exists(name):
+            raise LaunchError(f"there is no script {name} (seen from {os.getcwd()})")
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchResult:
+    """How a launch ended."""
+
+    run_id: str
+    exit_code: int
+    """0, or the root failure's, or 128 + n when signal n interrupted the launch."""
+    root: Failure | None
+    failures: tuple[Failure, ...]
+    interrupted_by: signal.Signals | None
+
+    @property
+    def report(self) -> str:
+        """For people: the root failure first; empty when all went well."""
+        if self.interrupted_by is not None:
+            return render_interrupted(self.interrupted_by, self.failures)
+        return render(self.root, self.failures) if self.root else ""
+
+
+def _ignore(rank: int, message: Message) -> None:
+    pass
+
+
+async def launch(spec: LaunchSpec, on_message: OnMessage = _ignore) -> LaunchResult:
+    """Run all ranks to their end. Cancelling it stops them, in order first and by force after the grace."""
+    running = Launch(spec, on_message)
+    running.start()
+    return await running.finish()
+
+
+class Launch:
+    """One launch: does what the supervisor decides. `start` needs no event loop, so it can come early."""
+
+    def __init__(self, spec: LaunchSpec, on_message: OnMessage = _ignore) -> None:
+        spec.check()
+        self.run_id = secrets.token_hex(4)
+        self._spec = spec
+        self._on_message = on_message
+        self._logs = open_logs(spec.log_dir, spec.num_ranks) if spec.log_dir else []
+        self._supervisor = supervisor.Supervisor(spec.num_ranks, spec.interrupt_grace)
+        self._controls: dict[int, LauncherControl] = {}
+        self._store = os.memfd_create("parallel3d-store")
+
+    def start(self) -> None:
+        """Start the fork server: it takes the longest, so before all else."""
+        spec = self._spec
+        job = Job(os.getpid(), HOME, spec.preload, spec.before_script, spec.target)
+        environment = {**os.environ, **spec.environment, RUN_ID: self.run_id}
+        # libgomp reads it once, when torch is loaded.
+        environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank(spec.num_ranks)))
+        try:
+            self._server = ForkClient(job, environment)
+        except LaunchError:
+            self._close_files()
+            raise
+
+    async def finish(self) -> LaunchResult:
+        """Run the ranks to their end and clean up, whatever happens."""
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._console = Console(
+            ConsoleStyle(self._spec.num_ranks, self._spec.with_prefix, self._spec.only), self._logs
+        )
+        _allow_open_files(4 * self._spec.num_ranks + 64)
+        self._loop.add_reader(self._server.connection, self._on_server)
+        too_late = self._loop.call_later(self._spec.start_timeout, self._on_start_timeout)
+        try:
+            await self._until_ended()
+        finally:
+            too_late.cancel()
+            await self._clean_up()
+        failures = tuple(self._supervisor.failures())
+        return LaunchResult(
+            self.run_id,
+            self._supervisor.exit_code(),
+            find_root(failures),
+            failures,
+            self._supervisor.interrupted_by,
+        )
+
+    def interrupt(self, number: signal.Signals) -> None:
+        """As if this signal had come from the user: SIGINT a second time ends everything at once."""
+        if self._supervisor.phase is supervisor.Phase.DONE and number == signal.SIGINT:
+            self._console.abandon()
+        self._handle(supervisor.Interrupted(number))
+
+    async def _until_ended(self) -> None:
+        try:
+            await asyncio.shield(self._ended)
+        except asyncio.CancelledError:
+            self.interrupt(signal.SIGTERM)
+            await self._ended  # within the grace; cancelled again, everything is killed at once
+            raise
+
+    def _handle(self, event: supervisor.Event) -> None:
+        for instruction in self._supervisor.handle(event, time.monotonic()):
+            match instruction:
+                case supervisor.Fork(rank):
+                    self._fork(rank)
+                case supervisor.Signal(ranks, number, whole_group):
+                    self._server.signal(ranks, number, whole_group)
+                case supervisor.SetTimer(timer, seconds):
+                    self._loop.call_later(seconds, self._handle, supervisor.TimerFired(timer))
+                case supervisor.Finish():
+                    self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        if not self._ended.done():
+            if error is None:
+                self._ended.set_result(None)
+            else:
+                self._ended.set_exception(error)
+
+    def _fork(self, rank: int) -> None:
+        try:
+            control, their_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            (stdout, their_stdout), (stderr, their_stderr) = (os.pipe2(os.O_CLOEXEC) for _ in range(2))
+        except OSError as error:
+            self._end(LaunchError(f"rank {rank} could not be started: {error}. Raise `ulimit -n`."))
+            return
+        theirs = (their_stdout, their_stderr, their_control.fileno(), self._store)
+        self._server.fork(rank, self._rank_environment(rank), theirs)
+        their_control.close()
+        os.close(their_stdout)
+        os.close(their_stderr)
+        self._console.add(rank, stdout, stderr)
+        self._controls[rank] = LauncherControl(control)
+        self._loop.add_reader(control, self._on_control, rank)
+
+    def _rank_environment(self, rank: int) -> dict[str, str]:
+        size = str(self._spec.num_ranks)
+        return {"RANK": str(rank), "WORLD_SIZE": size, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": size}
+
+    def _on_server(self) -> None:
+        for event in self._server.events():
+            match event:
+                case {"event": "ready"}:
+                    self._handle(supervisor.ServerReady())
+                case {"event": "started", "rank": int(rank)}:
+                    self._handle(supervisor.RankStarted(rank))
+                case {"event": "ended", "rank": int(rank), "code": int(code), "time": float(when)}:
+                    while self._on_control(rank):  # its last words come before its end
+                        pass
+                    self._handle(supervisor.RankEnded(rank, code, when))
+                case {"event": "fork_failed", "rank": rank, "message": message}:
+                    self._end(LaunchError(f"rank {rank} could not be forked: {message}"))
+                case {"event": "preload_failed", "traceback": traceback}:
+                    self._end(LaunchError(f"a module could not be preloaded for the ranks:\n{traceback}"))
+                case {"event": "lost"}:
+                    self._loop.remove_reader(self._server.connection)
+                    self._end(_ServerLost())
+
+    def _on_control(self, rank: int) -> bool:
+        """Take in what a rank has sent; False when that was all."""
+        control = self._controls[rank]
+        num_messages = 0
+        for message in control.messages():
+            num_messages += 1
+            self._on_rank_message(rank, message)
+        if control.ended:
+            self._loop.remove_reader(control.connection)
+        return num_messages > 0
+
+    def _on_rank_message(self, rank: int, message: Message) -> None:
+        coords, report = _coords(message), None
+        if coords is not None:
+            self._handle(supervisor.RankPlaced(rank, coords))
+        elif message["kind"] == "failed":
+            report = Report.from_message(message)
+        if report is not None:
+            self._handle(supervisor.RankFailed(rank, report))
+        try:
+            self._on_message(rank, message)
+        except Exception as error:  # the caller's bug, so the caller gets it
+            self._end(error)
+
+    def _on_start_timeout(self) -> None:
+        if not self._server.is_ready or len(self._controls) < self._spec.num_ranks:
+            seconds = self._spec.start_timeout
+            self._end(LaunchError(f"only {len(self._controls)} ranks had started after {seconds:g} s"))
+
+    async def _clean_up(self) -> None:
+        """End what still lives, deliver what was printed, close what is open."""
+        self._loop.remove_reader(self._server.connection)
+        self._server.close()
+        try:
+            code = await asyncio.to_thread(self._server.wait, _SERVER_END_SECONDS)
+            if code != 0:  # it was killed, so it may not have ended all
+                await asyncio.to_thread(processes.end_marked, RUN_ID, self.run_id)
+            await self._console.drain()
+            for failure in self._supervisor.failures():
+                if failure.report is not None:
+                    self._console.log(failure.rank, failure.report.traceback)
+            await self._console.close()
+        finally:
+            self._close_files()
+        self._raise_if_server_lost(code)
+
+    def _raise_if_server_lost(self, code: int) -> None:
+        lost = self._ended.done() and isinstance(self._ended.exception(), _ServerLost)
+        if lost:
+            raise LaunchError(
+                f"the fork server (pid {self._server.process.pid}) was {describe_exit(code)}; "
+                "the ranks depend on it and have been ended"
+            ) from None
+
+    def _close_files(self) -> None:
+        for control in self._controls.values():
+            with suppress(OSError):
+                self._loop.remove_reader(control.connection)
+            control.connection.close()
+        for fd in (self._store, *self._logs):
+            os.close(fd)
+
+
+class _ServerLost(Exception):
+    """The fork server ended before its ranks did."""
+
+
+def threads_per_rank(num_ranks: int) -> int:
+    """So many that all ranks together keep every core busy, and no more."""
+    return max(1, len(os.sched_getaffinity(0)) // num_ranks)
+
+
+def _coords(message: Mapping[str, Any]) -> Coords | None:
+    found = message.get("coords")
+    if message["kind"] != "mesh" or not isinstance(found, list) or len(found) != 3:
+        return None
+    return Coords(*found) if all(type(each) is int for each in found) else None
+
+
+def _allow_open_files(needed: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, soft), hard))
