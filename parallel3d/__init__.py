@@ -14,9 +14,9 @@ refuse_shadows()
 
 if TYPE_CHECKING:
     from parallel3d.config import RunConfig as RunConfig
-    from parallel3d.mesh import Mesh as Mesh
-    from parallel3d.mesh import in_process as in_process
-    from parallel3d.mesh import mesh as mesh
+    from parallel3d.rank_mesh import Mesh as Mesh
+    from parallel3d.rank_mesh import in_process as in_process
+    from parallel3d.rank_mesh import mesh as mesh
     from process_groups.group import Group as Group
     from runtime.errors import CommunicationError as CommunicationError
     from runtime.errors import ConfigError as ConfigError
@@ -33,9 +33,9 @@ __version__ = "0.1.0"
 
 _HOME = {
     "RunConfig": "parallel3d.config",
-    "Mesh": "parallel3d.mesh",
-    "mesh": "parallel3d.mesh",
-    "in_process": "parallel3d.mesh",
+    "Mesh": "parallel3d.rank_mesh",
+    "mesh": "parallel3d.rank_mesh",
+    "in_process": "parallel3d.rank_mesh",
     "Group": "process_groups.group",
     "run": "runtime.loop",
     **dict.fromkeys(

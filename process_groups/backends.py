@@ -7,6 +7,7 @@ default group and every rank's cooperation; this needs the members only, and two
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d  # some options are not re-exported
 
+from process_groups.connections import Connections, exchange_endpoints, listening_endpoints
 from process_groups.transport import Call
 from runtime.environment import InheritedFile, Nowhere, PrivateFile, RankEnvironment, StoreServer
 from runtime.errors import LaunchError
@@ -69,31 +71,43 @@ def device_of(backend: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
 
 
+@dataclass(frozen=True, slots=True)
+class OpenBackend:
+    """A torch backend whose members have met."""
+
+    backend: Any
+    connections: Connections
+
+
 def open_backend(
-    kind: str, store: dist.Store, rank: int, size: int, *, one_host: bool, timeout: float
-) -> Any:  # noqa: ANN401
-    """A torch backend for one group; returns when its members have met."""
+    kind: str, store: dist.Store, rank: int, size: int, *, loopback: str | None, timeout: float
+) -> OpenBackend:
+    """Meet the other members of one group. `loopback`: the address to use where all of them are on this host."""
     if kind == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout)
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+        return OpenBackend(dist.ProcessGroupNCCL(store, rank, size, options), Connections())
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout)
-    options._devices = [_gloo_device(one_host)]
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    if loopback is not None:  # nothing listens beyond this host
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=loopback)]
+        return OpenBackend(dist.ProcessGroupGloo(store, rank, size, options), Connections(loopback))
+    before = listening_endpoints()
+    options._devices = [_network_device()]
+    mine = listening_endpoints() - before
+    backend = dist.ProcessGroupGloo(store, rank, size, options)
+    return OpenBackend(backend, Connections(None, exchange_endpoints(store, rank, size, mine, timeout)))
 
 
-def _gloo_device(one_host: bool) -> Any:  # noqa: ANN401
-    if one_host:  # nothing listens beyond loopback
-        return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+def _network_device() -> Any:  # noqa: ANN401
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         return dist.ProcessGroupGloo.create_device(interface=interface)
     return dist.ProcessGroupGloo.create_default_device()
 
 
-def issue(backend: Any, call: Call, number: int) -> TorchWork:  # noqa: ANN401
-    """Hand one call to a torch backend; returns at once."""
+def issue(backend: Any, call: Call, tag: int) -> TorchWork:  # noqa: ANN401
+    """Hand one call to a torch backend; returns at once. A send meets the receive that has the same tag."""
     limit = timedelta(seconds=call.timeout + BACKSTOP)
     source, target = call.source, call.target
     match call.kind:
@@ -122,9 +136,9 @@ def issue(backend: Any, call: Call, number: int) -> TorchWork:  # noqa: ANN401
             options.timeout = limit
             return backend.barrier(options)
         case "send":
-            return backend.send([_as_bytes(source)], call.peer, number)
+            return backend.send([_as_bytes(source)], call.peer, tag)
         case "recv":
-            return backend.recv([_as_bytes(target)], call.peer, number)
+            return backend.recv([_as_bytes(target)], call.peer, tag)
     raise AssertionError(call.kind)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from process_groups.transport import REDUCE_OPS, Call, Transport
-from process_groups.work import Work
+from process_groups.work import CopyBack, Work
 from runtime.errors import CommunicationError, Coords, DeadlineExceeded, GroupClosed, InvalidCall, name_rank
 
 REDUCIBLE = frozenset(
@@ -193,36 +193,31 @@ class Group:
         timeout: float | None,
     ) -> Work:
         limit = self._limit(timeout)
-        in_place = source is target
         moved_from = None if source is None else source.detach().contiguous()
-        moved_to = moved_from if in_place else None if target is None else target.detach()
-        finish = None
+        moved_to = copy_back = None
         if target is not None:
             _note_overwritten(target)
-            whole = target.detach()
-            if not whole.is_contiguous():
-                staging = moved_from if in_place and moved_from is not None else whole.contiguous()
-                moved_to, finish = staging, lambda: whole.copy_(staging) and None
+            moved_to = moved_from if source is target else target.detach().contiguous()
+            if moved_to is not None and not target.is_contiguous():
+                copy_back = CopyBack(staging=moved_to, to=target.detach())
         call = Call(
             kind, moved_from, moved_to, op, peer, limit, tuple(shown.shape), shown.dtype, self._number(kind, peer)
         )
-        return self._issue(call, target if target is not None else source, finish)
+        return self._issue(call, target if target is not None else source, copy_back)
 
     def _number(self, kind: str, peer: int | None) -> int:
         channel = (kind, peer) if kind in ("send", "recv") else ("collective", None)
         self._numbers[channel] += 1
         return self._numbers[channel]
 
-    def _issue(self, call: Call, result: torch.Tensor | None, finish: Callable[[], None] | None) -> Work:
+    def _issue(self, call: Call, result: torch.Tensor | None, copy_back: CopyBack | None) -> Work:
         if self._closed is not None:
             raise GroupClosed(f"{call.kind}: group {self.name} is closed: {self._closed}", action=call.describe())
-        work = Work(self, call, result, finish)
+        work = Work(self, call, result, copy_back)
         if self._transport is None:
-            if call.target is not None and call.source is not call.target and call.source is not None:
+            if call.source is not None and call.target is not None:
                 call.target.copy_(call.source.view_as(call.target))
-            if finish is not None:
-                finish()
-            work.settle(None)
+            work.end_well()
             return work
         self._under_way.add(work)
         try:
@@ -285,8 +280,8 @@ class Group:
                 await work
         if self._closed is None:
             self._closed = GroupClosed("this rank has left the mesh")
-            if self._transport is not None:
-                await self._transport.close(self.timeout)
+        if self._transport is not None:
+            await self._transport.close(self.timeout)
 
 
 def _note_overwritten(tensor: torch.Tensor) -> None:

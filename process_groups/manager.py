@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from process_groups.backends import choose_backend, device_of, open_backend, open_store
+from process_groups.connections import loopback_address
 from process_groups.board import Pulse, Segment
 from process_groups.group import Group
 from process_groups.in_process import CPU, InProcessWorld
@@ -147,6 +148,7 @@ class _Former:
         own = Segment.create(self._group_sizes)
         greetings = self._meet(store, own)
         self._check_agreement(greetings)
+        self._nonce = greetings[0]["segment"]
         topology = self._plan.topology(min(greeting["local_world_size"] for greeting in greetings))
         segments, pulses = self._map_peers(greetings, own)
         places = [Place(rank, topology.coords(rank)) for rank in range(self._size)]
@@ -243,8 +245,9 @@ class _Former:
         self, kind: str, store: dist.Store, name: str, members: Sequence[Member], me: int, device: torch.device
     ) -> TorchTransport:
         one_host = all(member.page is not None for member in members)
+        loopback = loopback_address(f"{self._nonce} {name} {members[0].place.rank}") if one_host else None
         try:
-            backend = open_backend(kind, store, me, len(members), one_host=one_host, timeout=self._left())
+            backend = open_backend(kind, store, me, len(members), loopback=loopback, timeout=self._left())
         except RuntimeError as error:
             who = ", ".join(str(member.place) for member in members)
             raise DeadlineExceeded(f"start-up: group {name} of {who} could not connect: {error}", action="start-up") from error

@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from process_groups.backends import BACKSTOP, TorchWork, issue
+from process_groups.backends import BACKSTOP, OpenBackend, TorchWork, issue
 from process_groups.ledger import Ledger, Member
 from process_groups.store_notes import StoreNotes
 from process_groups.transport import Call, Completion
@@ -41,10 +40,19 @@ class TorchTransport:
     """One group over a torch backend. `members` stand in the order of group ranks."""
 
     def __init__(
-        self, kind: str, backend: Any, store: dist.Store, name: str, members: Sequence[Member], me: int, device: torch.device
-    ) -> None:  # fmt: skip
+        self,
+        kind: str,
+        opened: OpenBackend,
+        store: dist.Store,
+        name: str,
+        members: Sequence[Member],
+        me: int,
+        device: torch.device,
+    ) -> None:
         self.name, self.device = kind, device
-        self._backend: Any = backend
+        self._backend, self._connections = opened.backend, opened.connections
+        self._under_way: dict[Call, Completion] = {}
+        self._released: Future[None] | None = None
         self._members, self._me = members, me
         self._ledger = Ledger(name, members, me)
         self._threads = DaemonThreads(f"parallel3d-{name}")
@@ -57,16 +65,19 @@ class TorchTransport:
     def start(self, call: Call) -> Completion:
         self._ledger.post(call)
         if self._notes is None:
-            return self._issue(call)
-        self._notes.made(call)
-        outcome: Future[None] = Future()
-        self._checker.submit(self._check_then_issue, call, outcome)
-        return ThreadCompletion(outcome)
+            completion = self._issue(call)
+        else:
+            self._notes.made(call)
+            outcome: Future[None] = Future()
+            self._checker.submit(self._check_then_issue, call, outcome)
+            completion = ThreadCompletion(outcome)
+        self._under_way[call] = completion
+        return completion
 
     def _issue(self, call: Call) -> Completion:
         if call.shape and 0 in call.shape:
             return _ENDED
-        work = issue(self._backend, call, call.number)
+        work = issue(self._backend, call, tag=2 * call.number)
         if self.device.type == "cpu" and call.kind not in _WITHOUT_FUTURE:
             return TorchCompletion(work)
         # NCCL's futures are ready before the device is.
@@ -85,22 +96,22 @@ class TorchTransport:
         mine = torch.frombuffer(bytearray(terms), dtype=torch.uint8)
         if not call.is_point_to_point:
             theirs = torch.empty(size * _TERMS, dtype=torch.uint8)
-            self._run(Call("all_gather", mine, theirs, timeout=call.timeout), 0)
+            self._run(Call("all_gather", mine, theirs, timeout=call.timeout))
             found = {i: bytes(theirs[i * _TERMS : (i + 1) * _TERMS].tolist()) for i in range(size)}
         elif call.kind == "send":
-            self._run(Call("send", mine, peer=call.peer, timeout=call.timeout), -call.number)
+            self._run(Call("send", mine, peer=call.peer, timeout=call.timeout), tag=2 * call.number + 1)
             return
         else:
             assert call.peer is not None
             theirs = torch.empty(_TERMS, dtype=torch.uint8)
-            self._run(Call("recv", target=theirs, peer=call.peer, timeout=call.timeout), -call.number)
+            self._run(Call("recv", target=theirs, peer=call.peer, timeout=call.timeout), tag=2 * call.number + 1)
             found = {call.peer: bytes(theirs.tolist())}
         for index, other in found.items():
             if other != terms:
                 raise self._ledger.mismatch(call, index, other.decode().rstrip())
 
-    def _run(self, call: Call, number: int) -> None:
-        issue(self._backend, call, number).wait(timedelta(seconds=call.timeout + BACKSTOP))
+    def _run(self, call: Call, tag: int = 0) -> None:
+        issue(self._backend, call, tag).wait(timedelta(seconds=call.timeout + BACKSTOP))
 
     def trouble(self, call: Call) -> CommunicationError | None:
         error = self._ledger.trouble(call)
@@ -110,29 +121,40 @@ class TorchTransport:
         return self._ledger.absent(call)
 
     def finished(self, call: Call) -> None:
+        del self._under_way[call]
         self._ledger.finished(call)
 
     def abort(self, error: CommunicationError) -> None:
         self._ledger.close(error)
         if self._notes is not None:
             self._notes.broken(error)
-        self._release()
+        self._connections.cut()
+        self._released = self._release()
 
     async def close(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        if self._notes is not None:
-            await self._notes.farewell(deadline)
-        await self._ledger.farewell(deadline - time.monotonic())
-        self._ledger.close(None)
-        await asyncio.wait([asyncio.wrap_future(self._release())], timeout=max(0.0, deadline - time.monotonic()))
+        if self._released is None:
+            if self._notes is not None:
+                await self._notes.farewell(deadline)
+            await self._ledger.farewell(deadline - time.monotonic())
+            self._ledger.close(None)
+            self._released = self._release()
+        await asyncio.wait([asyncio.wrap_future(self._released)], timeout=max(0.0, deadline - time.monotonic()))
 
     def _release(self) -> Future[None]:
-        """Give the backend up in a thread: its destructor waits for calls that are still under way."""
-        backend, self._backend = [self._backend], None
-        ended = self._threads.submit(backend.clear)
+        """Give the backend up, in a thread: its destructor waits for calls that have not ended."""
+        backend, under_way = [self._backend], list(self._under_way.values())
+        self._backend = None
+
+        def release() -> None:
+            for completion in under_way:
+                completion.wait_briefly(BACKSTOP)
+            backend.clear()
+
+        released = self._threads.submit(release)
         self._threads.stop()
         self._checker.stop()
-        return ended
+        return released
 
 
 class TorchCompletion:

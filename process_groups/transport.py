@@ -13,7 +13,7 @@ from runtime.errors import CommunicationError, Coords, Mismatch, PeerLost, name_
 REDUCE_OPS = ("sum", "mean", "min", "max")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Call:
     """One collective, send or receive as this rank makes it. Tensors are contiguous and never need a gradient.
 
@@ -129,7 +129,7 @@ class Transport(Protocol):
         """The call ended well and this rank has seen it."""
 
     def abort(self, error: CommunicationError) -> None:
-        """Give the group up and tell the peers why."""
+        """Give the group up and tell the peers why. Calls under way end soon, in whatever way."""
 
     async def close(self, timeout: float) -> None:
         """Leave in peace: wait until the peers have all they need from this rank."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,12 +22,20 @@ _LOOK = 0.1  # seconds between looks for trouble while a call is under way
 _NAMING = 0.5  # seconds to find out who died: sockets close a moment before a process is seen dead
 
 
+@dataclass(frozen=True, slots=True)
+class CopyBack:
+    """Where the result goes when the user's tensor is not contiguous."""
+
+    staging: torch.Tensor
+    to: torch.Tensor
+
+
 class Work:
     """A call under way. Awaiting it gives the resulting tensor; cancelling the await closes the group."""
 
-    def __init__(self, group: Group, call: Call, result: torch.Tensor | None, finish: Callable[[], None] | None) -> None:
+    def __init__(self, group: Group, call: Call, result: torch.Tensor | None, copy_back: CopyBack | None) -> None:
         self.call = call
-        self._group, self._result, self._finish = group, result, finish
+        self._group, self._result, self._copy_back = group, result, copy_back
         self._deadline = time.monotonic() + call.timeout
         self._completion: Completion | None = None
         self._ended = False
@@ -52,9 +61,13 @@ class Work:
         assert completion is not None
         if not completion.wait_briefly(_INLINE) or completion.exception() is not None:
             return False
-        self._copy_back()
-        self.settle(None)
+        self.end_well()
         return True
+
+    def end_well(self) -> None:
+        """The bytes are where they belong; the loop's thread only."""
+        self._finish()
+        self.settle(None)
 
     async def _wait(self) -> None:
         waiter = asyncio.get_running_loop().create_future()
@@ -75,16 +88,16 @@ class Work:
 
         def ended(_: Completion) -> None:  # in a thread of the transport
             if completion.exception() is None:
-                self._copy_back()
+                self._finish()
             with contextlib.suppress(RuntimeError):  # the loop may be gone by now
                 loop.call_soon_threadsafe(self._completed)
 
         self._timer = loop.call_later(min(_LOOK, self._deadline - time.monotonic()), self._look)
         completion.add_done_callback(ended)
 
-    def _copy_back(self) -> None:
-        if self._finish is not None:
-            self._finish()
+    def _finish(self) -> None:
+        if self._copy_back is not None:
+            self._copy_back.to.copy_(self._copy_back.staging)
 
     def _completed(self) -> None:
         if self._ended:

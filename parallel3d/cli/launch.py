@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from runtime.launch import Launch, LaunchResult
 
 EXIT_USAGE = 2
-_PRELOAD = "torch,torch.distributed,numpy,uvloop,parallel3d.mesh"
+_PRELOAD = "torch,torch.distributed,numpy,uvloop,parallel3d.rank_mesh"
 _SHADOW_CHECK = "parallel3d.shadows:refuse_shadows"
 
 

@@ -13,8 +13,8 @@ from typing import Any, Self, TypeVar
 import torch
 
 from monitoring.loop_lag import LagHistogram, LagMeter
-from parallel3d.config import RunConfig
-from parallel3d.config_loader import load_config
+
+from parallel3d.config import RunConfig, load_config
 from process_groups.group import Group
 from process_groups.in_process import InProcessWorld
 from process_groups.manager import Formation, MeshPlan, form, form_in_process
@@ -117,19 +117,17 @@ class Mesh:
         formation = self._formation
         assert formation is not None
         try:
-            if error is None:
-                await formation.close()
-        except BaseException as late:
-            error = late
-            raise
-        finally:
             if error is not None:
                 formation.abort(self._farewell(error))
+            await formation.close()
+        except BaseException as late:
+            formation.abort(self._farewell(late))
+            raise
+        finally:
             self._lag.stop()
-            if self._control is not None:
-                self._send_lag()
             if self._reporter is not None:
                 self._reporter.cancel()
+                self._send_lag()
             self._engine.stop()
             formation.release()
 
