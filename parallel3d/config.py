@@ -40,7 +40,9 @@ def load_config(
     """
     tree, problems = _tree(path, overrides, environ)
     wrong = {problem.path for problem in problems}
-    config, refused = _validated(tree)
+    refused = _take_out_not_finite(tree)
+    config, found = _validated(tree)
+    refused += found
     wrong |= {dotted(path) for path, _ in refused}
     problems += [problem for _, problem in refused]
     problems += _broken_rules(config, world_size, tree, wrong)
@@ -65,10 +67,6 @@ def _tree(
     for layer in layers[1:]:
         tree, found = merge(tree, layer)
         problems += found
-    for bad, node in list(_not_finite(tree, ())):
-        message, remedy = "must be a finite number.", "NaN and infinity are not accepted."
-        problems.append(Problem(node.place, dotted(tree.as_written(bad)), show(node.value), message, remedy))
-        _remove(tree, bad)
     _drop_empty_sections(tree)
     return tree, problems
 
@@ -85,6 +83,18 @@ def _file(path: str | os.PathLike[str] | None) -> tuple[Node, list[Problem]]:
         remedy = f"Begin with a section, such as {next(iter(RunConfig.model_fields))}."
         raise ConfigProblems([*problems, Problem(root.place, "", None, message, remedy)])
     return Node(root.value, Place(source)), problems
+
+
+def _take_out_not_finite(tree: Node) -> list[tuple[KeyPath, Problem]]:
+    """NaN and infinity fit no key, and would slip through comparisons."""
+    message, remedy = "must be a finite number.", "NaN and infinity are not accepted."
+    refused = [
+        (path, Problem(node.place, dotted(tree.as_written(path)), show(node.value), message, remedy))
+        for path, node in _not_finite(tree, ())
+    ]
+    for path, _ in refused:
+        _remove(tree, path)
+    return refused
 
 
 def _not_finite(node: Node, path: KeyPath) -> Iterator[tuple[KeyPath, Node]]:

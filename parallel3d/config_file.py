@@ -183,8 +183,12 @@ class _TreeBuilder:
         seen: dict[str, Place] = {}
         while not isinstance(event := next(self.events), yaml.MappingEndEvent):
             place = self.mark(event.start_mark)
-            key = self.node(event, path).value
-            here = (*path, key if isinstance(key, str) else "?" if key is _REFUSED else show(key))
+            key_node = self.node(event, (*path, "?"))
+            key = key_node.value
+            here = (
+                *path,
+                key if isinstance(key, str) else "?" if key is _REFUSED else show(key_node.plain()),
+            )
             child = replace(self.node(next(self.events), here), key_place=place)
             if key is _REFUSED:
                 continue
