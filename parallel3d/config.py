@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from parallel3d.config_aliases import rename
-from parallel3d.config_errors import ConfigProblems, Place, Problem, dotted, show
+from parallel3d.config_errors import MOST_PROBLEMS, ConfigProblems, Place, Problem, dotted, show, stop_a_flood
 from parallel3d.config_fields import is_finite
 from parallel3d.config_file import KeyPath, Node, parse_yaml, read_text
 from parallel3d.config_models import RunConfig
@@ -90,8 +90,9 @@ def _take_out_not_finite(tree: Node) -> list[tuple[KeyPath, Problem]]:
     message, remedy = "must be a finite number.", "NaN and infinity are not accepted."
     refused = [
         (path, Problem(node.place, dotted(tree.as_written(path)), show(node.value), message, remedy))
-        for path, node in _not_finite(tree, ())
+        for path, node in itertools.islice(_not_finite(tree, ()), MOST_PROBLEMS + 1)
     ]
+    stop_a_flood([problem for _, problem in refused], tree.place.source)
     for path, _ in refused:
         _remove(tree, path)
     return refused

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from parallel3d.config_errors import ConfigProblems, Place, Problem, dotted, nearest, show
+from parallel3d.config_errors import ConfigProblems, Place, Problem, dotted, nearest, show, stop_a_flood
 from parallel3d.config_yaml import resolve_scalar
 
 LARGEST_FILE = 1 << 20
@@ -247,6 +247,7 @@ class _TreeBuilder:
 
     def refuse(self, place: Place, path: KeyPath, message: str, remedy: str) -> None:
         self.problems.append(Problem(place, dotted(path), None, message, remedy))
+        stop_a_flood(self.problems, self.source)
 
     def stop(self, place: Place, path: KeyPath, message: str, remedy: str) -> ConfigProblems:
         self.refuse(place, path, message, remedy)

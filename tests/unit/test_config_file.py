@@ -107,3 +107,20 @@ def test_a_byte_order_mark_is_no_problem(here):
 
 def test_a_refused_value_is_complained_about_once(refused):
     assert refused("parallel: {dp: !x 2, order: [[0, 0, !y 0]]}", world_size=2).count("run.yaml") == 2
+
+
+FLOODS = [
+    ("".join(f"k{n}: 1\n" for n in range(2000)), "k999: unknown key."),
+    (
+        "model: {factory: 'os:walk', args: {a: [" + ".nan, " * 2000 + "]}}",
+        "model.args.a[999] = .nan: must be",
+    ),
+    ("a: 1\n" * 2000, "a: given twice, first at run.yaml:1:1."),
+]
+
+
+@pytest.mark.parametrize(("text", "last"), FLOODS)
+def test_a_flood_of_problems_is_cut(text, last, refused):
+    *_, shown, _, cut, remedy = refused(text).splitlines()
+    assert last in shown
+    assert (cut, remedy) == ("run.yaml  more than 1000 problems.", "          The others are not shown.")
