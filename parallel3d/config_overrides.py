@@ -72,7 +72,7 @@ def _node(value: Any, place: Place, path: str) -> tuple[Node | None, list[Proble
     if not value.lstrip().startswith(("[", "{", '"', "'")):
         return Node(resolve_scalar(value.strip()), place), []
     try:
-        node, problems = parse_yaml(value, place.source, named=False)
+        node, problems = parse_yaml(value, place.source, located=False)
     except ConfigProblems as error:
         problems = list(error.problems)
     return None if problems else node, [

@@ -95,8 +95,7 @@ def _type_remedy(kind: str, value: Any, path: KeyPath, custom: bool) -> str:  # 
     if kind == "string_type" and isinstance(value, (int, float)):
         return f'Put it in quotes: "{show(value)}".'
     number = resolve_scalar(value) if isinstance(value, str) else value
-    whole = isinstance(number, float) and number.is_integer() and kind == "int_type"
-    if whole and isinstance(number, float):
+    if kind == "int_type" and isinstance(number, float) and number.is_integer() and abs(number) < 1e15:
         return f"Write {int(number)}."
     wanted = {"int_type": (int,), "float_type": (int, float)}.get(kind, ())
     if isinstance(value, str) and type(number) in wanted:

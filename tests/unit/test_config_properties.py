@@ -16,7 +16,7 @@ from parallel3d.config_models import GptArgs
 from parallel3d.config_yaml import dump, resolve_scalar
 from runtime.errors import ConfigError
 
-QUICK = settings(max_examples=60, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 KEYS = sorted(
     {
         *RunConfig.model_fields,
