@@ -1,4 +1,4 @@
-"""Helpers that several configuration tests share."""
+"""What several configuration tests share: an empty current folder, and cases read from text files."""
 
 from __future__ import annotations
 
