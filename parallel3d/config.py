@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from parallel3d.config_aliases import rename
-from parallel3d.config_errors import ConfigProblems, Place, Problem, dotted, show
+from parallel3d.config_errors import MOST_PROBLEMS, ConfigProblems, Place, Problem, dotted, show, stop_a_flood
 from parallel3d.config_fields import is_finite
 from parallel3d.config_file import KeyPath, Node, parse_yaml, read_text
 from parallel3d.config_models import RunConfig
@@ -40,7 +40,9 @@ def load_config(
     """
     tree, problems = _tree(path, overrides, environ)
     wrong = {problem.path for problem in problems}
-    config, refused = _validated(tree)
+    refused = _take_out_not_finite(tree)
+    config, found = _validated(tree)
+    refused += found
     wrong |= {dotted(path) for path, _ in refused}
     problems += [problem for _, problem in refused]
     problems += _broken_rules(config, world_size, tree, wrong)
@@ -65,10 +67,6 @@ def _tree(
     for layer in layers[1:]:
         tree, found = merge(tree, layer)
         problems += found
-    for bad, node in list(_not_finite(tree, ())):
-        message, remedy = "must be a finite number.", "NaN and infinity are not accepted."
-        problems.append(Problem(node.place, dotted(tree.as_written(bad)), show(node.value), message, remedy))
-        _remove(tree, bad)
     _drop_empty_sections(tree)
     return tree, problems
 
@@ -85,6 +83,19 @@ def _file(path: str | os.PathLike[str] | None) -> tuple[Node, list[Problem]]:
         remedy = f"Begin with a section, such as {next(iter(RunConfig.model_fields))}."
         raise ConfigProblems([*problems, Problem(root.place, "", None, message, remedy)])
     return Node(root.value, Place(source)), problems
+
+
+def _take_out_not_finite(tree: Node) -> list[tuple[KeyPath, Problem]]:
+    """NaN and infinity fit no key, and would slip through comparisons."""
+    message, remedy = "must be a finite number.", "NaN and infinity are not accepted."
+    refused = [
+        (path, Problem(node.place, dotted(tree.as_written(path)), show(node.value), message, remedy))
+        for path, node in itertools.islice(_not_finite(tree, ()), MOST_PROBLEMS + 1)
+    ]
+    stop_a_flood([problem for _, problem in refused], tree.place.source)
+    for path, _ in refused:
+        _remove(tree, path)
+    return refused
 
 
 def _not_finite(node: Node, path: KeyPath) -> Iterator[tuple[KeyPath, Node]]:

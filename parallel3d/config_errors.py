@@ -12,6 +12,8 @@ from typing import Any
 from runtime.errors import ConfigError
 
 _LONGEST_SHOWN = 60
+# Nobody reads more, and a megabyte of nonsense would give a hundred thousand.
+MOST_PROBLEMS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,15 @@ class ConfigProblems(ConfigError):
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.problems))
+
+
+def stop_a_flood(problems: Sequence[Problem], source: str) -> None:
+    """Raise what was found so far once there is more than anyone would read."""
+    if len(problems) > MOST_PROBLEMS:
+        last = Problem(
+            Place(source), "", None, f"more than {MOST_PROBLEMS} problems.", "The others are not shown."
+        )
+        raise ConfigProblems([*problems[:MOST_PROBLEMS], last])
 
 
 def show(value: Any) -> str:  # noqa: ANN401

@@ -24,13 +24,21 @@ def missing_module(factory: str) -> Missing | None:
     name = factory.partition(":")[0]
     top, *rest = name.split(".")
     # `python -m` looks in the current folder first; an installed command does not have it on its path.
-    path = [os.getcwd(), *sys.path]
+    current = _current_folder()
+    path = [*current, *sys.path]
     spec = PathFinder.find_spec(top, path) or _from_other_finders(top)
     if spec is None:
         return Missing(
-            f"no module named {top} in the current folder or installed.", _similar(top, path[:1], "")
+            f"no module named {top} in the current folder or installed.", _similar(top, current, "")
         )
     return _missing_below(top, spec, rest)
+
+
+def _current_folder() -> list[str]:
+    try:
+        return [os.getcwd()]
+    except FileNotFoundError:  # somebody removed it
+        return []
 
 
 def _missing_below(parent: str, spec: ModuleSpec, rest: Sequence[str]) -> Missing | None:

@@ -7,7 +7,7 @@ import math
 import re
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, PlainValidator, Strict, WithJsonSchema
+from pydantic import Field, PlainSerializer, PlainValidator, Strict, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from parallel3d.config_errors import enumerate_words, nearest
@@ -152,6 +152,7 @@ _TABLE_SCHEMA = {
 Order = Annotated[
     str | RankTable,
     PlainValidator(_order),
+    PlainSerializer(lambda order: order if isinstance(order, str) else [list(coords) for coords in order]),
     WithJsonSchema({"anyOf": [{"enum": ["auto", *ORDERS]}, _TABLE_SCHEMA]}),
 ]
 _MODULE_NAME = {"type": "string", "pattern": "^[^:]+:[^:]+$"}

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from parallel3d.config_errors import ConfigProblems, Place, Problem, dotted, nearest, show
+from parallel3d.config_errors import ConfigProblems, Place, Problem, dotted, nearest, show, stop_a_flood
 from parallel3d.config_yaml import resolve_scalar
 
 LARGEST_FILE = 1 << 20
@@ -113,19 +113,19 @@ def _similar_file(path: Path) -> str:
     return f"Did you mean {folder / similar}?" if similar else "Check the path."
 
 
-def parse_yaml(text: str, source: str, *, named: bool = True) -> tuple[Node, list[Problem]]:
+def parse_yaml(text: str, source: str, *, located: bool = True) -> tuple[Node, list[Problem]]:
     """The text's tree and what is wrong inside it; raises where nothing sensible follows a mistake.
 
-    With `named=False` the source is an override, whose values have no line of their own.
+    With `located=False` the source is an override, whose values have no line of their own.
     """
-    return _TreeBuilder(text, source, named).document()
+    return _TreeBuilder(text, source, located).document()
 
 
 class _TreeBuilder:
     """Builds the tree from the parser's events, so that no tag is ever acted upon."""
 
-    def __init__(self, text: str, source: str, named: bool) -> None:
-        self.text, self.source, self.named = text, source, named
+    def __init__(self, text: str, source: str, located: bool) -> None:
+        self.text, self.source, self.located = text, source, located
         self.problems: list[Problem] = []
         self.anchors: dict[str, Node] = {}
         self.num_aliased = 0
@@ -183,13 +183,13 @@ class _TreeBuilder:
         seen: dict[str, Place] = {}
         while not isinstance(event := next(self.events), yaml.MappingEndEvent):
             place = self.mark(event.start_mark)
-            key = self.node(event, path).value
-            here = (*path, key if isinstance(key, str) else "?" if key is _REFUSED else show(key))
+            key_node = self.node(event, (*path, "?"))
+            key = key_node.value
+            here = (*path, key if isinstance(key, str) else show(key_node.plain()))
             child = replace(self.node(next(self.events), here), key_place=place)
-            if key is _REFUSED:
-                continue
             if not isinstance(key, str):
-                self.refuse(place, here, "a key must be text.", "Put it in quotes.")
+                if key is not _REFUSED:
+                    self.refuse(place, here, "a key must be text.", "Put it in quotes.")
             elif key == "<<":
                 self.refuse(place, here, "merge keys are not read.", "Write the keys out.")
             elif key in seen:
@@ -243,6 +243,7 @@ class _TreeBuilder:
 
     def refuse(self, place: Place, path: KeyPath, message: str, remedy: str) -> None:
         self.problems.append(Problem(place, dotted(path), None, message, remedy))
+        stop_a_flood(self.problems, self.source)
 
     def stop(self, place: Place, path: KeyPath, message: str, remedy: str) -> ConfigProblems:
         self.refuse(place, path, message, remedy)
@@ -252,4 +253,4 @@ class _TreeBuilder:
         return self.place(mark.line + 1, mark.column + 1)
 
     def place(self, line: int, column: int) -> Place:
-        return Place(self.source, line, column) if self.named else Place(self.source)
+        return Place(self.source, line, column) if self.located else Place(self.source)

@@ -72,10 +72,16 @@ def _node(value: Any, place: Place, path: str) -> tuple[Node | None, list[Proble
     if not value.lstrip().startswith(("[", "{", '"', "'")):
         return Node(resolve_scalar(value.strip()), place), []
     try:
-        node, problems = parse_yaml(value, place.source, named=False)
+        node, problems = parse_yaml(value, place.source, located=False)
     except ConfigProblems as error:
-        node, problems = None, list(error.problems)
-    return node, [replace(problem, path=problem.path or path) for problem in problems]
+        problems = list(error.problems)
+    return None if problems else node, [
+        replace(problem, path=_inside(path, problem.path)) for problem in problems
+    ]
+
+
+def _inside(path: str, rest: str) -> str:
+    return f"{path}{'.' if rest and not rest.startswith('[') else ''}{rest}"
 
 
 def _from_python(value: Any, place: Place, path: str) -> tuple[Node | None, list[Problem]]:  # noqa: ANN401

@@ -141,7 +141,7 @@ def _layers_given(given: tuple[int, ...], layers: int | None, config: RunConfig)
     total = f" that add up to {layers}" if layers is not None else ""
     remedy = f"Give {stages} numbers{total}{_example_split(layers or stages, stages)}."
     if len(given) != stages:
-        yield Finding(blame, f"{len(given)} numbers, but there are {_stages(config)}.", remedy)
+        yield Finding(blame, f"layers of {len(given)} stages, but there are {_stages(config)}.", remedy)
     elif layers is not None and sum(given) != layers:
         yield Finding(blame, f"adds up to {sum(given)} layers, but the model has {layers}.", remedy)
 
@@ -174,7 +174,9 @@ def _order_is_a_bijection(config: RunConfig, _: int | None) -> Iterator[Finding]
         return
     remedy = "Give each [dp, tp, pp] of the mesh to one rank, or set order to auto."
     if len(table) != config.world_size:
-        yield Finding(blame, f"{len(table)} entries, but the mesh has {_ranks(config.world_size)}.", remedy)
+        yield Finding(
+            blame, f"a table of {_ranks(len(table))}, but the mesh has {_ranks(config.world_size)}.", remedy
+        )
         return
     owners: dict[tuple[int, int, int], int] = {}
     for rank, coords in enumerate(table):

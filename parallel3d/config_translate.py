@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, cast, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -9,7 +10,16 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from parallel3d.config_aliases import ALIASES, SECTION_ALIASES
-from parallel3d.config_errors import Place, Problem, dotted, enumerate_words, nearest, show
+from parallel3d.config_errors import (
+    MOST_PROBLEMS,
+    Place,
+    Problem,
+    dotted,
+    enumerate_words,
+    nearest,
+    show,
+    stop_a_flood,
+)
 from parallel3d.config_fields import choice_refusal
 from parallel3d.config_file import KeyPath, Node
 from parallel3d.config_models import CustomModel, GptArgs, GptModel, RunConfig
@@ -34,7 +44,12 @@ TRANSLATED = frozenset(("parallel3d", "extra_forbidden", "literal_error", *_WANT
 
 def translate(error: ValidationError, tree: Node) -> list[tuple[KeyPath, Problem]]:
     """Each of pydantic's errors as a problem, with the path of the value at fault."""
-    return [_translated(details, tree) for details in error.errors(include_url=False)]
+    found = [
+        _translated(details, tree)
+        for details in itertools.islice(error.errors(include_url=False), MOST_PROBLEMS + 1)
+    ]
+    stop_a_flood([problem for _, problem in found], tree.place.source)
+    return found
 
 
 def _translated(details: ErrorDetails, tree: Node) -> tuple[KeyPath, Problem]:
@@ -80,8 +95,7 @@ def _type_remedy(kind: str, value: Any, path: KeyPath, custom: bool) -> str:  # 
     if kind == "string_type" and isinstance(value, (int, float)):
         return f'Put it in quotes: "{show(value)}".'
     number = resolve_scalar(value) if isinstance(value, str) else value
-    whole = isinstance(number, float) and number.is_integer() and kind == "int_type"
-    if whole and isinstance(number, float):
+    if kind == "int_type" and isinstance(number, float) and number.is_integer() and abs(number) < 1e15:
         return f"Write {int(number)}."
     wanted = {"int_type": (int,), "float_type": (int, float)}.get(kind, ())
     if isinstance(value, str) and type(number) in wanted:

@@ -60,6 +60,14 @@ class _Dumper(yaml.SafeDumper):
         super().increase_indent(flow, False)
 
 
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    """Double quotes escape what a plain or folded text would lose, such as U+0085."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
 def dump(values: Any) -> str:  # noqa: ANN401
     """YAML text that `config_file` reads back to equal values."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None)

@@ -1,0 +1,239 @@
+"""What a configuration that is right gives: defaults, aliases, overrides, and the way back to YAML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from parallel3d.config import RunConfig, load_config
+from parallel3d.config_aliases import ALIASES, VALUE_ALIASES
+from parallel3d.config_models import CustomModel, GptModel
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def load(text: str, here: Path, **options: Any) -> RunConfig:
+    (here / "run.yaml").write_text(text, encoding="utf-8")
+    return load_config("run.yaml", **{"environ": {}, **options})
+
+
+@pytest.mark.parametrize(
+    "text", ["", "# nothing\n", "---\n", "parallel:\ncheckpoint: {}\nmonitoring:\nmodel: {args: }\n"]
+)
+def test_an_empty_file_is_all_defaults(text, here):
+    config = load(text, here)
+    assert config == load_config(None, environ={})
+    assert config.model_dump(mode="json") == {
+        "model": {
+            "factory": "gpt",
+            "args": {
+                "layers": 24,
+                "width": 512,
+                "heads": 8,
+                "vocabulary": 256,
+                "sequence": 128,
+                "dropout": 0.0,
+            },
+            "loss": "cross_entropy",
+        },
+        "data": {"source": "text", "path": None, "factory": None},
+        "parallel": {"dp": 1, "tp": 1, "pp": 1, "order": "auto"},
+        "pipeline": {"schedule": "1f1b", "microbatches": 1, "virtual_stages": 1, "layers_per_stage": None},
+        "comm": {
+            "backend": "auto",
+            "strategy": "default",
+            "bucket_size": 25 * 1024 * 1024,
+            "compression": "none",
+            "timeout": 30.0,
+            "startup_timeout": 120.0,
+        },
+        "memory": {"budget": 8 * 1024**3, "strategy": "standard"},
+        "optimizer": {"name": "adamw", "lr": 3e-4},
+        "train": {"steps": 100, "batch_size": 1, "seed": 0, "precision": "float32"},
+        "checkpoint": {},
+        "monitoring": {},
+        "runtime": {"threads": None, "run_dir": None},
+    }
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_file_in_configs_is_valid(path):
+    config = load_config(path, environ={})
+    assert config.world_size == (8 if path.name == "mesh-2x2x2.yaml" else 1)
+
+
+def test_a_config_never_changes():
+    config = load_config(None, environ={})
+    with pytest.raises(ValidationError):
+        config.parallel.dp = 2
+
+
+def test_batch_size_defaults_to_microbatches_of_one(here):
+    assert load("{parallel: {dp: 3}, pipeline: {microbatches: 4}}", here).train.batch_size == 12
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipe-v"])
+def test_v_schedules_imply_two_virtual_stages(schedule, here):
+    config = load(f"{{pipeline: {{schedule: {schedule}}}, parallel: {{pp: 2}}}}", here)
+    assert (config.pipeline.virtual_stages, config.num_stages) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("written", "num_bytes"),
+    [
+        ("1", 1),
+        ("25 MiB", 25 << 20),
+        ("8GiB", 8 << 30),
+        ('"1.5 KiB"', 1536),
+        ("2 kB", 2000),
+        ("1 TB", 10**12),
+    ],
+)
+def test_sizes(written, num_bytes, here):
+    assert load(f"memory: {{budget: {written}}}", here).memory.budget == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"),
+    [
+        ("5", 5.0),
+        ("0.5", 0.5),
+        ("30s", 30.0),
+        ("2min", 120.0),
+        ('"2 min"', 120.0),
+        ("250ms", 0.25),
+        ("1h", 3600.0),
+    ],
+)
+def test_durations(written, seconds, here):
+    assert load(f"comm: {{timeout: {written}}}", here).comm.timeout == seconds
+
+
+def test_numbers_are_read_as_yaml_1_2_reads_them(here):
+    text = "{model: {factory: 'os:walk', args: {a: 3e-4, b: no, c: 1:30, d: 0x1f, e: 012, f: ~, g: !!str 4}}}"
+    config = load(text, here)
+    assert isinstance(config.model, CustomModel)
+    assert config.model.args == {"a": 3e-4, "b": "no", "c": "1:30", "d": 31, "e": 12, "f": None, "g": "4"}
+
+
+@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
+def test_every_alias_means_its_key(alias, name):
+    value: Any = {"pipeline.schedule": "gpipe", "optimizer.lr": 0.5}.get(name, 2)
+    more: dict[str, Any] = {"pipeline.schedule": "csv:table.csv"} if name == "pipeline.virtual_stages" else {}
+    more |= {"model.args.heads": 2} if name == "model.args.width" else {}
+    config = load_config(None, overrides={alias: value, **more}, environ={})
+    assert config == load_config(None, overrides={name: value, **more}, environ={})
+    assert config != load_config(None, overrides=more, environ={})
+
+
+@pytest.mark.parametrize(
+    ("path", "word", "ours"),
+    [(path, *pair) for path, words in VALUE_ALIASES.items() for pair in words.items()],
+)
+def test_every_known_word_means_ours(path, word, ours):
+    more = {"pipeline.virtual_stages": 2} if ours == "interleaved" else {}
+    section, key = path.split(".")
+    config = load_config(None, overrides={path: word, **more}, environ={})
+    assert getattr(getattr(config, section), key) == ours
+
+
+def test_a_torchtitan_file_is_understood(here):
+    config = load(
+        "parallelism: {pipeline_parallel_degree: 2, pipeline_parallel_schedule: Interleaved1F1B}\n"
+        "pipeline: {num_virtual_stages_per_rank: 3}\n"
+        "training: {global_batch_size: 4, steps: 7}\n",
+        here,
+    )
+    assert (config.parallel.pp, config.pipeline.schedule, config.num_stages) == (2, "interleaved", 6)
+    assert (config.train.batch_size, config.train.steps) == (4, 7)
+
+
+def test_keywords_of_a_users_model_are_never_renamed(here):
+    config = load('model: {factory: "os:walk", args: {num_layers: 3, layers: 4}}', here)
+    assert config.model.args == {"num_layers": 3, "layers": 4}
+
+
+def test_set_wins_over_the_environment_and_that_over_the_file(here):
+    environ = {
+        "PARALLEL3D_TRAIN__STEPS": "20",
+        "PARALLEL3D_TRAIN__SEED": "5",
+        "PARALLEL3D_OPTIMIZER__LR": "1e-3",
+    }
+    config = load(
+        "train: {steps: 10, seed: 1, batch_size: 8}", here, environ=environ, overrides={"train.steps": "30"}
+    )
+    assert (config.train.steps, config.train.seed, config.train.batch_size) == (30, 5, 8)
+    assert config.optimizer.lr == 1e-3
+
+
+def test_an_alias_overrides_its_key(here):
+    assert (
+        load("parallel: {tp: 4}", here, overrides={"parallelism.tensor_parallel_degree": "2"}).parallel.tp
+        == 2
+    )
+
+
+def test_overrides_take_yaml_lists_and_python_values():
+    overrides = {
+        "parallel.order": "[[0,0,1],[0,0,0]]",
+        "parallel.pp": 2,
+        "pipeline.layers_per_stage": [20, 4],
+        "data": {"path": "corpus.txt"},
+        "runtime.run_dir": '"7"',
+    }
+    config = load_config(None, overrides=overrides, environ={})
+    assert config.parallel.order == ((0, 0, 1), (0, 0, 0))
+    assert config.pipeline.layers_per_stage == (20, 4)
+    assert (config.data.path, config.runtime.run_dir) == ("corpus.txt", "7")
+
+
+def test_environment_names_without_a_double_underscore_are_not_ours():
+    environ = {
+        "PARALLEL3D_HOST": "a",
+        "PARALLEL3D_STORE_FD": "3",
+        "PARALLEL3D_CONTROL_FD": "4",
+        "PATH__X": "b",
+    }
+    assert load_config(None, environ=environ) == load_config(None, environ={})
+
+
+def test_aliases_of_yaml_keep_their_own_copies(here):
+    config = load("{parallel: &size {dp: 2}, model: {factory: 'os:walk', args: *size}}", here)
+    assert isinstance(config.model, CustomModel)
+    assert (config.parallel.dp, config.model.args) == (2, {"dp": 2})
+
+
+@pytest.mark.parametrize("order", ["auto", "dp-tp-pp", "pp-dp-tp", "[[0, 0, 1], [0, 0, 0]]"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "csv:table.csv"])
+def test_to_yaml_and_back(order, schedule, here):
+    text = (
+        f"parallel: {{pp: 2, order: {order}}}\npipeline: {{schedule: '{schedule}'}}\noptimizer: {{lr: 1e-5}}"
+    )
+    config = load(text, here, world_size=2)
+    assert isinstance(config.model, GptModel)
+    assert load(config.to_yaml(), here) == config
+
+
+def test_to_yaml_keeps_text_that_looks_like_something_else(here):
+    words = [
+        "1e-4",
+        "no",
+        "1:30",
+        "0o7",
+        "null",
+        "~",
+        ".inf",
+        "2024-01-01",
+        "a: b",
+        "# c",
+        "é\n\u2028",
+        "<<",
+        "=",
+        "",
+    ]
+    args = {"words": words, "numbers": [1e-05, 1e20, 3, True, None], "yes": {"on": 1}}
+    config = load_config(None, overrides={"model.factory": "os:walk", "model.args": args}, environ={})
+    assert load(config.to_yaml(), here) == config
