@@ -69,7 +69,9 @@ class TorchTransport:
         else:
             self._notes.made(call)
             outcome: Future[None] = Future()
-            self._checker.submit(self._check_then_issue, call, outcome)
+            # Sends and receives find each other by tags; only collectives depend on their order.
+            threads = self._threads if call.is_point_to_point else self._checker
+            threads.submit(self._check_then_issue, call, outcome)
             completion = ThreadCompletion(outcome)
         self._under_way[call] = completion
         return completion
@@ -85,40 +87,41 @@ class TorchTransport:
 
     def _check_then_issue(self, call: Call, outcome: Future[None]) -> None:
         try:
-            self._compare_across_hosts(call)
-            self._issue(call).add_done_callback(lambda ended: _hand_on(ended.exception(), outcome))
+            header = self._compare_across_hosts(call)
+            # gloo forgets a send whose Work is gone: the header's lives until the call has ended.
+            self._issue(call).add_done_callback(lambda ended, _=header: _hand_on(ended.exception(), outcome))
         except BaseException as error:
             outcome.set_exception(translate(error))
 
-    def _compare_across_hosts(self, call: Call) -> None:
-        size = len(self._members)
+    def _compare_across_hosts(self, call: Call) -> TorchWork | None:
+        """Raise Mismatch where a peer has called something else. A sender only tells: its Work is returned."""
         terms = call.terms.encode()[:_TERMS].ljust(_TERMS)
         mine = torch.frombuffer(bytearray(terms), dtype=torch.uint8)
-        if not call.is_point_to_point:
-            theirs = torch.empty(size * _TERMS, dtype=torch.uint8)
-            self._run(Call("all_gather", mine, theirs, timeout=call.timeout))
-            found = {i: bytes(theirs[i * _TERMS : (i + 1) * _TERMS].tolist()) for i in range(size)}
-        elif call.kind == "send":
-            self._run(Call("send", mine, peer=call.peer, timeout=call.timeout), tag=2 * call.number + 1)
-            return
+        if call.kind == "send":
+            header = Call("send", mine, peer=call.peer, timeout=call.timeout)
+            return issue(self._backend, header, tag=2 * call.number + 1)
+        if call.kind == "recv":
+            senders, theirs = [call.peer], torch.empty(_TERMS, dtype=torch.uint8)
+            header = Call("recv", target=theirs, peer=call.peer, timeout=call.timeout)
         else:
-            assert call.peer is not None
-            theirs = torch.empty(_TERMS, dtype=torch.uint8)
-            self._run(Call("recv", target=theirs, peer=call.peer, timeout=call.timeout), tag=2 * call.number + 1)
-            found = {call.peer: bytes(theirs.tolist())}
-        for index, other in found.items():
-            if other != terms:
-                raise self._ledger.mismatch(call, index, other.decode().rstrip())
-
-    def _run(self, call: Call, tag: int = 0) -> None:
-        issue(self._backend, call, tag).wait(timedelta(seconds=call.timeout + BACKSTOP))
+            senders = list(range(len(self._members)))
+            theirs = torch.empty(len(senders) * _TERMS, dtype=torch.uint8)
+            header = Call("all_gather", mine, theirs, timeout=call.timeout)
+        limit = timedelta(seconds=call.timeout + BACKSTOP)
+        issue(self._backend, header, tag=2 * call.number + 1).wait(limit)
+        for sender, other in zip(senders, theirs.split(_TERMS), strict=True):
+            text = bytes(other.tolist())
+            if sender is not None and text != terms:
+                raise self._ledger.mismatch(call, sender, text.decode().rstrip())
+        return None
 
     def trouble(self, call: Call) -> CommunicationError | None:
         error = self._ledger.trouble(call)
         return self._notes.trouble(call) if error is None and self._notes is not None else error
 
     def absent(self, call: Call) -> tuple[int, str] | None:
-        return self._ledger.absent(call)
+        found = self._ledger.absent(call)
+        return self._notes.absent(call) if found is None and self._notes is not None else found
 
     def finished(self, call: Call) -> None:
         del self._under_way[call]

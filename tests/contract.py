@@ -5,6 +5,7 @@ the ranks were started.
 """
 
 import asyncio
+import threading
 
 import pytest
 import torch
@@ -196,22 +197,19 @@ async def two_meshes_live_in_one_process():
 async def a_deadline_names_who_has_not_come():
     async with flat_mesh() as mesh:
         await mesh.world.barrier()
-        done = asyncio.Event()
         if mesh.rank == 1:
             with pytest.raises(DeadlineExceeded) as caught:  # learns from its peers that they gave up
                 await mesh.world.recv(torch.ones(1), 0)
         else:
             with pytest.raises(DeadlineExceeded) as caught:
-                await mesh.world.all_reduce(torch.ones(2, 2), timeout=0.3)
-        done.set()
+                await mesh.world.all_reduce(torch.ones(2, 2), timeout=0.6)
         text = str(caught.value)
-        assert text.startswith("all_reduce(sum) of float32 (2, 2) on group world did not end within 0.3 s"), text
+        assert text.startswith("all_reduce(sum) of float32 (2, 2) on group world did not end within 0.6 s"), text
         assert caught.value.action == "all_reduce(sum) of float32 (2, 2)"
-        if mesh.world.transport_name == "in-process" or not mesh.hosts[0].startswith("host-"):
-            assert text.endswith(
-                "rank 1 (dp=1 tp=0 pp=0) has not called it; its last call there was barrier (number 1)."
-            ), text
-            assert (caught.value.rank, tuple(caught.value.coords)) == (1, (1, 0, 0))
+        assert text.endswith(
+            "rank 1 (dp=1 tp=0 pp=0) has not called it; its last call there was barrier (number 1)."
+        ), text
+        assert (caught.value.rank, tuple(caught.value.coords)) == (1, (1, 0, 0))
         with pytest.raises(GroupClosed, match="group world is closed: all_reduce"):
             await mesh.world.barrier()
         tensor = torch.ones(1)
@@ -406,7 +404,7 @@ async def bad_calls_are_refused_before_anything_is_sent():
 @scenario
 async def the_loop_stays_free_while_the_engine_computes():
     async with flat_mesh() as mesh:
-        started, release = asyncio.Event(), __import__("threading").Event()
+        started, release = asyncio.Event(), threading.Event()
         loop = asyncio.get_running_loop()
 
         def compute(a, *, b):
