@@ -215,8 +215,8 @@ class Launch:
                     self._handle(supervisor.RankEnded(rank, code, when))
                 case {"event": "fork_failed", "rank": rank, "message": message}:
                     self._end(LaunchError(f"rank {rank} could not be forked: {message}"))
-                case {"event": "preload_failed", "traceback": traceback}:
-                    self._end(LaunchError(f"a module could not be preloaded for the ranks:\n{traceback}"))
+                case {"event": "preload_failed", "module": module, "traceback": traceback}:
+                    self._end(LaunchError(f"{module} could not be preloaded for the ranks:\n{traceback}"))
                 case {"event": "lost"}:
                     self._loop.remove_reader(self._server.connection)
                     self._end(_ServerLost())

@@ -77,9 +77,8 @@ def parse_ranks(text: str, num_ranks: int) -> frozenset[int]:
         if last < first:
             raise LaunchError(f"--only {text!r}: {part.strip()} runs backwards")
         if last >= num_ranks:
-            raise LaunchError(
-                f"--only {text!r}: there is no rank {last}: the last of {num_ranks} is {num_ranks - 1}"
-            )
+            whole = f"the last of {num_ranks} is {num_ranks - 1}"
+            raise LaunchError(f"--only {text!r}: there is no rank {last}; {whole}")
         ranks.update(range(first, last + 1))
     return frozenset(ranks)
 
