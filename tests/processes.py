@@ -60,7 +60,10 @@ class Stream:
         poller.register(self._fd, select.POLLIN)
         if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
             raise AssertionError(f"nothing more came in time; there was:\n{self.text}")
-        data = os.read(self._fd, 1 << 16)
+        try:
+            data = os.read(self._fd, 1 << 16)
+        except OSError:  # how a terminal says that its last user has left
+            data = b""
         self._seen += data
         return bool(data)
 
@@ -68,7 +71,9 @@ class Stream:
 class Launched:
     """One `parallel3d launch` as a process of its own."""
 
-    def __init__(self, *args: str, preload: str | None = "", cwd: Path | None = None, **environment: str) -> None:
+    def __init__(
+        self, *args: str, preload: str | None = "", cwd: Path | None = None, **environment: str
+    ) -> None:
         self.mark = uuid.uuid4().hex
         hidden = [] if preload is None else ["--preload", preload]
         inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}

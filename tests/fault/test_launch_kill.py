@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import pty
 import signal
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.processes import SECONDS, Launched, children, wait_for_end, write_script
+from tests.processes import ROOT, SECONDS, Launched, Stream, children, wait_for_end, write_script
 
 # Each rank also has a child in its own group and one that left for a session of its own, which ignores
 # every polite signal; `up` is printed when both run.
@@ -49,28 +51,25 @@ def test_the_launcher_is_killed(family):
         launched.wait_until_nothing_is_left()
 
 
-def test_the_launcher_is_killed_while_the_server_still_imports(tmp_path):
-    write_script(tmp_path, "import sys, signal; print('importing', file=sys.stderr, flush=True); signal.pause()", "slow.py")
-    script = write_script(tmp_path, "")
-    with Launched("-n", "2", script, preload="slow", PYTHONPATH=_with(tmp_path)) as launched:
+@pytest.fixture
+def still_importing(tmp_path: Path) -> Iterator[Launched]:
+    """A launch whose server is stuck in an import, as it is for two seconds in torch's."""
+    stuck = "import sys, signal; print('importing', file=sys.stderr, flush=True); signal.pause()"
+    write_script(tmp_path, stuck, "slow.py")
+    path = f"{ROOT}{os.pathsep}{tmp_path}"
+    with Launched("-n", "2", write_script(tmp_path, ""), preload="slow", PYTHONPATH=path) as launched:
         launched.stderr.wait_for("importing")
-        launched.process.kill()
-        launched.wait_until_nothing_is_left()
+        yield launched
 
 
-def test_ctrl_c_while_the_server_still_imports(tmp_path):
-    write_script(tmp_path, "import sys, signal; print('importing', file=sys.stderr, flush=True); signal.pause()", "slow.py")
-    script = write_script(tmp_path, "")
-    with Launched("-n", "2", script, preload="slow", PYTHONPATH=_with(tmp_path)) as launched:
-        launched.stderr.wait_for("importing")
-        launched.send(signal.SIGINT)
-        assert launched.finish() == 130
+def test_the_launcher_is_killed_while_the_server_still_imports(still_importing):
+    still_importing.process.kill()
+    still_importing.wait_until_nothing_is_left()
 
 
-def _with(folder: Path) -> str:
-    from tests.processes import ROOT
-
-    return f"{ROOT}{os.pathsep}{folder}"
+def test_ctrl_c_while_the_server_still_imports(still_importing):
+    still_importing.send(signal.SIGINT)
+    assert still_importing.finish() == 130
 
 
 def test_the_fork_server_is_killed(family):
@@ -141,13 +140,16 @@ TIDY = """
 import os, signal, time
 try:
     print("up", flush=True)
-    signal.pause()
+    while True:  # not pause(): a signal just before it would go unnoticed
+        time.sleep(0.05)
 finally:
     print("tidied", flush=True)
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_one_signal_is_orderly(tmp_path, number, code):
     with Launched("-n", "2", write_script(tmp_path, TIDY)) as launched:
         wait_until_up(launched)
@@ -165,15 +167,20 @@ def test_what_fails_while_tidying_is_shown(tmp_path):
         assert "parallel3d: rank 0 failed: ZeroDivisionError: division by zero\n" in launched.stderr.text
 
 
-STUBBORN = FAMILY + """
+STUBBORN = (
+    FAMILY
+    + """
+import time
+
 def refuse(*_):
     print("refused", flush=True)
 
 signal.signal(signal.SIGINT, refuse)
 print("up", flush=True)
 while True:
-    signal.pause()
+    time.sleep(0.05)
 """
+)
 
 
 def test_ctrl_c_twice_ends_ranks_that_refuse(tmp_path):
@@ -211,66 +218,69 @@ def test_nohup_is_respected(tmp_path):
 
 
 def test_the_terminals_ctrl_c_reaches_ranks_only_through_the_launcher(tmp_path):
-    """With a real terminal: one Ctrl-C gives each rank one SIGINT, not two."""
-    count = """
-    import signal
-    seen = []
-    signal.signal(signal.SIGINT, lambda *_: seen.append(1))
-    print("up", flush=True)
-    signal.pause()
-    signal.sigtimedwait([signal.SIGINT], 0.2)
-    print("seen", len(seen), flush=True)
-    """
-    script = write_script(tmp_path, count)
-    pid, terminal = pty.fork()
+    script = write_script(
+        tmp_path,
+        """
+        import os, signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        print("up", flush=True)
+        sender = signal.sigtimedwait([signal.SIGINT], 30).si_pid
+        try:
+            os.open("/dev/tty", os.O_RDWR)
+        except OSError:
+            print("the server" if sender == os.getppid() else f"process {sender}", "without terminal", flush=True)
+        """,
+    )
+    pid, fd = pty.fork()
     if pid == 0:
         _exec_launch("-n", "2", script)
-    shown = b""
-    while shown.count(b"up") < 2:
-        shown += os.read(terminal, 4096)
-    os.write(terminal, b"\x03")
-    while shown.count(b"seen 1") < 2:
-        shown += os.read(terminal, 4096)
+    terminal = Stream(fd)
+    for rank in range(2):
+        terminal.wait_for(rf"\[{rank}\]\x1b\[0m up")
+    os.write(fd, b"\x03")
+    for rank in range(2):  # on a terminal ranks are coloured
+        terminal.wait_for(rf"\x1b\[\d+m\[{rank}\]\x1b\[0m the server without terminal")
+    terminal.wait_for("interrupted by SIGINT")
     wait_for_end(pid, time.monotonic() + SECONDS)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
-    os.close(terminal)
-    assert b"\x1b[36m[0]\x1b[0m " in shown, "on a terminal ranks are coloured"
+    os.close(fd)
 
 
 def _exec_launch(*args: str) -> None:
-    import sys
-
-    from tests.processes import ROOT
-
+    command = [sys.executable, "-m", "parallel3d", "launch", "--preload", "", *args]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("NO_COLOR", None)
-    os.execve(sys.executable, [sys.executable, "-m", "parallel3d", "launch", "--preload", "", *args], environment)
+    os.execve(sys.executable, command, environment)
 
 
 def test_the_first_failure_is_shown_first_and_its_consequences_after(tmp_path):
     script = write_script(
         tmp_path,
         """
-        import os, signal
+        import atexit, os, signal
         from runtime.control import rank_control
         from runtime.errors import PeerLost
         rank = int(os.environ["RANK"])
         rank_control().send("mesh", coords=[0, rank // 2, rank % 2])
+        print("up", flush=True)
+        if rank in (0, 2):
+            os.read(os.open(os.environ["FIFO"] + str(rank), os.O_RDONLY), 1)
         if rank == 0:  # hears of the loss before the rank at fault has said a word
+            atexit.register(print, "gone", flush=True)
             raise PeerLost("rank 2 left during all_reduce", rank=2)
         if rank == 2:
-            os.read(os.open(os.environ["FIFO"], os.O_RDONLY), 1)
             raise ValueError("the cause")
-        print("up", flush=True)
         signal.pause()
         """,
     )
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    with Launched("-n", "4", script, FIFO=str(fifo)) as launched:
-        for rank in (1, 3):
-            launched.stdout.wait_for(rf"^\[{rank}\] up$")
-        fifo.write_text("go")
+    fifos = [tmp_path / "fifo0", tmp_path / "fifo2"]
+    for fifo in fifos:
+        os.mkfifo(fifo)
+    with Launched("-n", "4", script, FIFO=str(tmp_path / "fifo")) as launched:
+        wait_until_up(launched, 4)
+        fifos[0].write_text("go")
+        launched.stdout.wait_for(r"^\[0\] gone$")
+        fifos[1].write_text("go")
         assert launched.finish() == 1
         lines = launched.stderr.text.splitlines()
         assert lines[0] == "parallel3d: rank 2 (dp=0 tp=1 pp=0) failed first: ValueError: the cause"

@@ -7,7 +7,14 @@ import socket
 
 import pytest
 
-from runtime.control import CONTROL_FD, MAX_MESSAGE_BYTES, RANK_PID, LauncherControl, RankControl, rank_control
+from runtime.control import (
+    CONTROL_FD,
+    MAX_MESSAGE_BYTES,
+    RANK_PID,
+    LauncherControl,
+    RankControl,
+    rank_control,
+)
 
 
 @pytest.fixture

@@ -114,6 +114,14 @@ def test_a_consequence_waits_for_its_cause():
     assert root.rank == 1
 
 
+def test_a_consequence_does_not_keep_the_rest_from_starting():
+    machine = Supervisor(2)
+    machine.handle(ServerReady(), 0.0)
+    machine.handle(RankFailed(0, PEER_LOST), 0.6)
+    assert machine.handle(RankEnded(0, 1, 0.7), 0.7) == []
+    assert machine.handle(RankStarted(0), 0.7) == [Fork(1)]
+
+
 def test_a_cause_that_never_speaks_is_stopped_and_the_consequence_is_shown():
     machine = running(2)
     machine.handle(RankFailed(0, PEER_LOST), 0.6)
@@ -167,7 +175,9 @@ def test_ctrl_c_once_asks_each_rank_and_waits_for_the_grace():
 def test_ctrl_c_twice_kills_at_once():
     machine = running(2)
     machine.handle(Interrupted(signal.SIGINT), 1.0)
-    assert machine.handle(Interrupted(signal.SIGINT), 1.1)[0] == Signal((0, 1), signal.SIGKILL, whole_group=True)
+    assert machine.handle(Interrupted(signal.SIGINT), 1.1)[0] == Signal(
+        (0, 1), signal.SIGKILL, whole_group=True
+    )
 
 
 def test_a_hang_up_that_comes_twice_is_still_orderly():
