@@ -132,8 +132,10 @@ class ForkServer:
         """Only ranks not yet reaped: their pids can't have become someone else's."""
         for pid, rank in self._pids.items():
             if rank in ranks:
-                with suppress(ProcessLookupError):
+                try:
                     (os.killpg if whole_group else os.kill)(pid, number)
+                except ProcessLookupError:  # it moved to another group
+                    os.kill(pid, number)
 
     def _fork(self, request: RankRequest) -> RankRequest | None:
         # Signals wait until the child has its own handlers.

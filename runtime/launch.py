@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.machinery
+import math
 import os
 import resource
 import secrets
@@ -58,6 +59,8 @@ class LaunchSpec:
         """Raise LaunchError that says what is wrong, before a process starts."""
         if self.num_ranks < 1:
             raise LaunchError(f"-n {self.num_ranks}: at least one rank is needed")
+        if not math.isfinite(self.interrupt_grace) or self.interrupt_grace < 0:
+            raise LaunchError(f"--grace {self.interrupt_grace}: seconds, 0 or more, are needed")
         name = self.target.name
         if self.target.is_module:
             top = name.partition(".")[0]
@@ -67,6 +70,8 @@ class LaunchSpec:
             raise LaunchError(f"{name} is a directory; name the script in it")
         elif not os.path.exists(name):
             raise LaunchError(f"there is no script {name} (seen from {os.getcwd()})")
+        elif not os.access(name, os.R_OK):
+            raise LaunchError(f"{name} can't be read: permission denied")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +98,11 @@ def _ignore(rank: int, message: Message) -> None:
 
 
 async def launch(spec: LaunchSpec, on_message: OnMessage = _ignore) -> LaunchResult:
-    """Run all ranks to their end. Cancelling it stops them, in order first and by force after the grace."""
+    """Run all ranks to their end. Cancelling it stops them, in order first and by force after the grace.
+
+    What ranks print goes to descriptors 1 and 2 of this process; `on_message` gets (rank, message) for
+    everything ranks send over their control channels, on the loop.
+    """
     running = Launch(spec, on_message)
     running.start()
     return await running.finish()
@@ -122,7 +131,8 @@ class Launch:
         try:
             self._server = ForkClient(job, environment)
         except LaunchError:
-            self._close_files()
+            for fd in (self._store, *self._logs):
+                os.close(fd)
             raise
 
     async def finish(self) -> LaunchResult:
@@ -210,8 +220,7 @@ class Launch:
                 case {"event": "started", "rank": int(rank)}:
                     self._handle(supervisor.RankStarted(rank))
                 case {"event": "ended", "rank": int(rank), "code": int(code), "time": float(when)}:
-                    while self._on_control(rank):  # its last words come before its end
-                        pass
+                    self._hear_last_words(rank)
                     self._handle(supervisor.RankEnded(rank, code, when))
                 case {"event": "fork_failed", "rank": rank, "message": message}:
                     self._end(LaunchError(f"rank {rank} could not be forked: {message}"))
@@ -231,6 +240,12 @@ class Launch:
         if control.ended:
             self._loop.remove_reader(control.connection)
         return num_messages > 0
+
+    def _hear_last_words(self, rank: int) -> None:
+        """What a rank sent comes before its end; bounded, for a child of its may still be sending."""
+        for _ in range(64):
+            if not self._on_control(rank):
+                return
 
     def _on_rank_message(self, rank: int, message: Message) -> None:
         coords, report = _coords(message), None
@@ -264,14 +279,15 @@ class Launch:
                     self._console.log(failure.rank, failure.report.traceback)
             await self._console.close()
         finally:
+            self._console.release()  # also when cancelled here
             self._close_files()
         self._raise_if_server_lost(code)
 
     def _raise_if_server_lost(self, code: int) -> None:
-        lost = self._ended.done() and isinstance(self._ended.exception(), _ServerLost)
-        if lost:
+        ended = self._ended.done() and not self._ended.cancelled()
+        if ended and isinstance(self._ended.exception(), _ServerLost):
             raise LaunchError(
-                f"the fork server (pid {self._server.process.pid}) was {describe_exit(code)}; "
+                f"the fork server (pid {self._server.process.pid}) ended too early ({describe_exit(code)}); "
                 "the ranks depend on it and have been ended"
             ) from None
 
@@ -280,8 +296,7 @@ class Launch:
             with suppress(OSError):
                 self._loop.remove_reader(control.connection)
             control.connection.close()
-        for fd in (self._store, *self._logs):
-            os.close(fd)
+        os.close(self._store)
 
 
 class _ServerLost(Exception):

@@ -29,7 +29,7 @@ class Stream:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._seen = b""
+        self._seen = bytearray()
         os.set_blocking(fd, False)
 
     @property
@@ -38,7 +38,7 @@ class Stream:
 
     @property
     def data(self) -> bytes:
-        return self._seen
+        return bytes(self._seen)
 
     def wait_for(self, pattern: str, seconds: float = SECONDS) -> re.Match[str]:
         """The first match in all that has come so far; waits for it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from contextlib import suppress
@@ -45,6 +46,7 @@ def launch(
     from runtime.output import parse_ranks
     from runtime.script import Target
 
+    _open_standard_fds()
     spec = LaunchSpec(
         target=Target(script, module, tuple(args or ())),
         num_ranks=num_ranks,
@@ -76,6 +78,13 @@ def _run(running: Launch) -> int:
         sys.stderr.write(result.report)
         sys.stderr.flush()
     return result.exit_code
+
+
+def _open_standard_fds() -> None:
+    """Started with stdout closed (`>&-`), a file of ours would get its number, and then the ranks' output."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
 
 
 def _finish(running: Launch) -> LaunchResult:

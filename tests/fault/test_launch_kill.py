@@ -7,12 +7,14 @@ import pty
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, SECONDS, Launched, Stream, children, wait_for_end, write_script
+from runtime.processes import marked
+from tests.processes import MARK, ROOT, SECONDS, Launched, Stream, children, wait_for_end, write_script
 
 # Each rank also has a child in its own group and one that left for a session of its own, which ignores
 # every polite signal; `up` is printed when both run.
@@ -79,7 +81,7 @@ def test_the_fork_server_is_killed(family):
         os.kill(server, signal.SIGKILL)
         assert launched.finish() == 1
         assert launched.stderr.text == (
-            f"parallel3d: the fork server (pid {server}) was killed by SIGKILL; "
+            f"parallel3d: the fork server (pid {server}) ended too early (killed by SIGKILL); "
             "the ranks depend on it and have been ended\n"
         )
 
@@ -228,27 +230,29 @@ def test_the_terminals_ctrl_c_reaches_ranks_only_through_the_launcher(tmp_path):
         try:
             os.open("/dev/tty", os.O_RDWR)
         except OSError:
-            print("the server" if sender == os.getppid() else f"process {sender}", "without terminal", flush=True)
+            print("by the server" if sender == os.getppid() else sender, "without terminal", flush=True)
         """,
     )
+    mark = uuid.uuid4().hex
     pid, fd = pty.fork()
     if pid == 0:
-        _exec_launch("-n", "2", script)
+        _exec_launch(mark, "-n", "2", script)
     terminal = Stream(fd)
     for rank in range(2):
         terminal.wait_for(rf"\[{rank}\]\x1b\[0m up")
     os.write(fd, b"\x03")
     for rank in range(2):  # on a terminal ranks are coloured
-        terminal.wait_for(rf"\x1b\[\d+m\[{rank}\]\x1b\[0m the server without terminal")
+        terminal.wait_for(rf"\x1b\[\d+m\[{rank}\]\x1b\[0m by the server without terminal")
     terminal.wait_for("interrupted by SIGINT")
     wait_for_end(pid, time.monotonic() + SECONDS)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
     os.close(fd)
+    assert marked(MARK, mark) == []
 
 
-def _exec_launch(*args: str) -> None:
+def _exec_launch(mark: str, *args: str) -> None:
     command = [sys.executable, "-m", "parallel3d", "launch", "--preload", "", *args]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), MARK: mark}
     environment.pop("NO_COLOR", None)
     os.execve(sys.executable, command, environment)
 

@@ -15,7 +15,7 @@ from runtime.errors import Coords, LaunchError
 from runtime.launch import LaunchSpec, launch
 from runtime.processes import marked
 from runtime.script import Target
-from tests.processes import MARK, Launched, write_script
+from tests.processes import MARK, ROOT, Launched, write_script
 
 
 def run(*args: str, **options) -> tuple[int, str, str]:
@@ -29,7 +29,8 @@ def test_each_rank_has_torchruns_variables_and_the_shared_store(tmp_path):
         tmp_path,
         """
         import json, os, fcntl
-        names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PARALLEL3D_RUN_ID", "OMP_NUM_THREADS"]
+        names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PARALLEL3D_RUN_ID"]
+        names.append("OMP_NUM_THREADS")
         fds = [int(os.environ[f"PARALLEL3D_{name}_FD"]) for name in ("STORE", "CONTROL")]
         print(json.dumps({
             **{name: os.environ[name] for name in names},
@@ -237,9 +238,9 @@ def test_a_slow_reader_loses_nothing(tmp_path):
         """,
     )
     with Launched("-n", "1", "--no-prefix", script) as launched:
-        # Nothing of stdout is read yet; far more than all buffers hold is on its way.
-        assert launched.process.poll() is None
         launched.stdout.wait_for("^0 x")
+        # Far more is on its way than all buffers hold, so the rank waits for us here.
+        assert "done" not in launched.stderr.text
         assert launched.finish() == 0
         lines = launched.stdout.text.splitlines()
     assert [int(line.split()[0]) for line in lines] == list(range(200_000))
@@ -264,7 +265,7 @@ def test_log_files_hold_all_and_only_some_ranks_are_shown(tmp_path):
 
 
 def test_the_traceback_is_in_the_log_too(tmp_path):
-    script = write_script(tmp_path, "print('before', flush=True)\n1 / 0")
+    script = write_script(tmp_path, "print('before', end='')\n1 / 0")
     code, _, _ = run("-n", "1", "--log-dir", str(tmp_path), script)
     log = (tmp_path / "rank0.log").read_text()
     assert code == 1
@@ -329,6 +330,19 @@ def test_numpy_is_seeded_apart_in_each_rank(tmp_path):
     assert code == 0
     assert first[0] != second[0]
     assert first[1] != second[1]
+
+
+def test_a_closed_stdout_takes_nothing_else_down(tmp_path):
+    script = write_script(tmp_path, "import sys; print('lost'); print('seen', file=sys.stderr)")
+    command = [sys.executable, "-m", "parallel3d", "launch", "--preload", "", "-n", "1", script]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *command],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=30,
+    )
+    assert (done.returncode, done.stderr) == (0, "[0] seen\n")
 
 
 @pytest.mark.slow
