@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pty
 import signal
@@ -13,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from runtime.errors import LaunchError
+from runtime.launch import LaunchSpec, launch
 from runtime.processes import marked
+from runtime.script import Target
 from tests.processes import MARK, ROOT, SECONDS, Launched, Stream, children, wait_for_end, write_script
 
 # Each rank also has a child in its own group and one that left for a session of its own, which ignores
@@ -84,6 +88,27 @@ def test_the_fork_server_is_killed(family):
             f"parallel3d: the fork server (pid {server}) ended too early (killed by SIGKILL); "
             "the ranks depend on it and have been ended\n"
         )
+
+
+async def test_the_fork_server_of_an_async_app_is_killed(tmp_path):
+    """Such an app is no subreaper, and orphans that left for a session of their own are still found."""
+    script = write_script(
+        tmp_path,
+        FAMILY + "from runtime.control import rank_control\nrank_control().send('up')\nsignal.pause()\n",
+    )
+    mark = uuid.uuid4().hex
+    up = asyncio.Semaphore(0)
+    spec = LaunchSpec(Target(script), 2, environment={MARK: mark})
+    async with asyncio.timeout(SECONDS):
+        running = asyncio.create_task(launch(spec, on_message=lambda *_: up.release()))
+        await up.acquire()
+        await up.acquire()
+        assert len(marked(MARK, mark)) == 1 + 2 * NUM_FAMILY
+        (server,) = set(children(os.getpid())) & set(marked(MARK, mark))
+        os.kill(server, signal.SIGKILL)
+        with pytest.raises(LaunchError, match=r"ended too early \(killed by SIGKILL\)"):
+            await running
+    assert marked(MARK, mark) == []
 
 
 def test_launcher_and_server_are_killed_together_and_ranks_die_with_them(tmp_path):

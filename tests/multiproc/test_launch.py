@@ -232,8 +232,8 @@ def test_a_slow_reader_loses_nothing(tmp_path):
         tmp_path,
         """
         import sys
-        for number in range(200_000):
-            print(number, "x" * 40)
+        for number in range(80_000):
+            print(number, "x" * 100)
         print("done", file=sys.stderr, flush=True)
         """,
     )
@@ -243,7 +243,7 @@ def test_a_slow_reader_loses_nothing(tmp_path):
         assert "done" not in launched.stderr.text
         assert launched.finish() == 0
         lines = launched.stdout.text.splitlines()
-    assert [int(line.split()[0]) for line in lines] == list(range(200_000))
+    assert [int(line.split()[0]) for line in lines] == list(range(80_000))
 
 
 def test_log_files_hold_all_and_only_some_ranks_are_shown(tmp_path):
