@@ -248,7 +248,7 @@ class Supervisor:
         report, end = rank.report, rank.end
         if end is None or (end.code == 0 and report is None):
             return None
-        was_stopped = self._was_stopped(rank)
+        came_after_stop = self._came_after_stop(rank, end)
         killed_by_us = -end.code in rank.signals
         return Failure(
             rank=number,
@@ -257,14 +257,12 @@ class Supervisor:
             exit_code=1 if report and (killed_by_us or end.code == 0) else shell_code(end.code),
             how=report.summary if report else describe_exit(end.code),
             report=report,
-            is_consequence=was_stopped or rank.reported_consequence,
-            was_stopped=was_stopped,
+            is_consequence=came_after_stop or rank.reported_consequence,
+            was_stopped=came_after_stop and report is None and shell_code(end.code) - 128 in rank.signals,
         )
 
-    def _was_stopped(self, rank: _Rank) -> bool:
-        """Signalled by us and ended by that; a signal that we did not send is the rank's own failure."""
-        if rank.asked_to_stop_at is None or rank.end is None:
-            return False
-        if rank.end.code < 0 and -rank.end.code not in rank.signals:
+    def _came_after_stop(self, rank: _Rank, end: RankEnded) -> bool:
+        """Signalled by us before it failed; a signal that we did not send is the rank's own failure."""
+        if rank.asked_to_stop_at is None or (end.code < 0 and -end.code not in rank.signals):
             return False
         return rank.report is None or rank.report.time >= rank.asked_to_stop_at

@@ -160,6 +160,18 @@ def test_what_a_rank_says_after_it_was_told_to_stop_is_a_consequence():
     assert machine.exit_code() == 137
 
 
+def test_a_rank_that_ends_with_a_code_of_its_own_is_listed_and_not_counted_as_stopped():
+    machine = running(4)
+    machine.handle(RankEnded(0, 3, 5.0), 5.0)
+    end_all(machine, {1: 7, 2: -signal.SIGTERM, 3: 128 + signal.SIGTERM})
+    failures = machine.failures()
+    assert render(failures[0], failures) == (
+        "parallel3d: rank 0 failed first: exited with code 3\n"
+        "parallel3d: rank 1: exited with code 7\n"
+        "parallel3d: 2 other ranks were stopped.\n"
+    )
+
+
 def test_ctrl_c_once_asks_each_rank_and_waits_for_the_grace():
     machine = running(2)
     assert machine.handle(Interrupted(signal.SIGINT), 1.0) == [
