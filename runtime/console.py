@@ -54,14 +54,16 @@ class Console:
     """Reads ranks' pipes on the loop; a thread writes. A slow reader slows ranks down and loses nothing."""
 
     def __init__(self, style: ConsoleStyle, logs: Sequence[int]) -> None:
+        """Takes over the log files too."""
         self._style = style
         self._logs = logs
         self._streams: dict[int, _Stream] = {}
         self._loop = asyncio.get_running_loop()
         self._room = asyncio.Event()
+        self._unfinished: set[int] = set()  # log files whose last line has no newline
         self._abandoned = False
         self._is_paused = False
-        self._writer = Writer(self._on_room)
+        self._writer = Writer(self._on_room, owned=logs)
 
     def add(self, rank: int, stdout: int, stderr: int) -> None:
         """Take over the reading ends of a rank's two pipes."""
@@ -75,9 +77,11 @@ class Console:
                 self._loop.add_reader(pipe, self._on_readable, pipe)
 
     def log(self, rank: int, text: str) -> None:
-        """Append our own words to a rank's log file, if there is one."""
+        """Append our own words to a rank's log file, if there is one; on a line of their own."""
         if self._logs:
-            self._writer.write(self._logs[rank], text.encode("utf-8", "replace"))
+            fd = self._logs[rank]
+            newline = b"\n" if fd in self._unfinished else b""
+            self._writer.write(fd, newline + text.encode("utf-8", "replace"))
 
     def abandon(self) -> None:
         """Stop waiting for whoever does not read our output."""
@@ -95,11 +99,15 @@ class Console:
 
     async def close(self) -> None:
         """Wait until all is written. No deadline: a pager may well read slowly, and Ctrl-C abandons it."""
+        self.release()
+        while not self._writer.is_done and not self._abandoned:
+            await self._wait_for_room()
+
+    def release(self) -> None:
+        """Close the pipes and let the thread end once it has written what it has."""
         for pipe in list(self._streams):
             self._end(pipe)
         self._writer.close()
-        while not self._writer.is_done and not self._abandoned:
-            await self._wait_for_room()
 
     async def _wait_for_room(self) -> None:
         self._room.clear()
@@ -126,6 +134,7 @@ class Console:
     def _show(self, stream: _Stream, lines: bytes) -> None:
         if lines and stream.log is not None:
             self._writer.write(stream.log, lines)
+            (self._unfinished.discard if lines.endswith(b"\n") else self._unfinished.add)(stream.log)
         if lines and stream.console is not None:
             self._writer.write(stream.console, stream.prefix.apply(lines))
 

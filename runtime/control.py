@@ -92,11 +92,13 @@ class LauncherControl:
         self.connection = connection
         self.malformed = 0
         self.ended = False
+        self.may_have_more = True
 
     def messages(self, at_most: int = 64) -> Iterator[Message]:
         """What has arrived, without waiting; bounded, so that one chatty rank cannot starve the others."""
         for _ in range(at_most):
             record = self._record()
+            self.may_have_more = record is not None
             if record is None:
                 return
             message = decode(record)

@@ -102,12 +102,9 @@ def render_interrupted(number: signal.Signals, failures: Sequence[Failure]) -> s
     """What went wrong while ranks were stopping; that they stopped at all is no news."""
     lines = [f"parallel3d: interrupted by {number.name}; all ranks have ended."]
     for failure in failures:
-        if failure.was_stopped and failure.report is None:
-            if failure.exit_code == shell_code(-signal.SIGKILL):
-                lines.append(f"parallel3d: {failure.name} had not stopped yet and was killed.")
-        elif failure.report is not None and failure.report.type not in _ANSWERS_TO_INTERRUPT:
-            lines += [
-                f"parallel3d: {failure.name} failed: {failure.how}",
-                failure.report.traceback.rstrip("\n"),
-            ]
+        report = failure.report
+        if failure.was_stopped and failure.exit_code == 128 + signal.SIGKILL:
+            lines.append(f"parallel3d: {failure.name} had not stopped yet and was killed.")
+        elif report and not report.is_consequence and report.type not in _ANSWERS_TO_INTERRUPT:
+            lines += [f"parallel3d: {failure.name} failed: {failure.how}", report.traceback.rstrip("\n")]
     return "\n".join(lines) + "\n"

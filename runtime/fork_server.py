@@ -114,14 +114,14 @@ class ForkServer:
 
     def _handle_record(self) -> RankRequest | None:
         try:
-            data, fds, _, _ = socket.recv_fds(
-                self._connection, MAX_RECORD_BYTES, NUM_RANK_FDS, socket.MSG_CMSG_CLOEXEC
-            )
+            data, fds, _, _ = socket.recv_fds(self._connection, MAX_RECORD_BYTES, NUM_RANK_FDS)
         except OSError:
             data, fds = b"", []
         if not data:
             self._launcher_is_gone = True
             return None
+        for fd in fds:  # programs that a rank starts don't get them; recv_fds ignores its own flag for that
+            os.set_inheritable(fd, False)
         record = json.loads(data)
         if record["request"] == "fork":
             return self._fork(RankRequest(record["rank"], record["environment"], tuple(fds)))
@@ -132,8 +132,10 @@ class ForkServer:
         """Only ranks not yet reaped: their pids can't have become someone else's."""
         for pid, rank in self._pids.items():
             if rank in ranks:
-                with suppress(ProcessLookupError):
+                try:
                     (os.killpg if whole_group else os.kill)(pid, number)
+                except ProcessLookupError:  # it moved to another group
+                    os.kill(pid, number)
 
     def _fork(self, request: RankRequest) -> RankRequest | None:
         # Signals wait until the child has its own handlers.
@@ -167,11 +169,18 @@ class ForkServer:
         os.close(self._wakeup_writer)
 
 
+class PreloadError(Exception):
+    """A module of the list can't be imported; the cause says why."""
+
+
 def preload(names: tuple[str, ...]) -> None:
     """Import these; without the garbage collector it is about a third faster."""
     gc.disable()
     for name in names:
-        importlib.import_module(name)
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            raise PreloadError(name) from error
     gc.enable()
     gc.freeze()  # a collection in a rank then leaves the pages it shares with the others alone
 
@@ -228,9 +237,10 @@ def main() -> None:
     processes.become_subreaper()
     try:
         preload(job.preload)
-    except BaseException:
-        text = traceback.format_exc()[-MAX_RECORD_BYTES // 8 :]
-        connection.send(json.dumps({"event": "preload_failed", "traceback": text}).encode())
+    except PreloadError as error:
+        text = "".join(traceback.format_exception(error.__cause__))[-MAX_RECORD_BYTES // 8 :]
+        failed = {"event": "preload_failed", "module": str(error), "traceback": text}
+        connection.send(json.dumps(failed).encode())
         raise SystemExit(1) from None
     request = ForkServer(connection).serve()
     if request is not None:

@@ -3,89 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.machinery
 import os
 import resource
-import secrets
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from runtime import processes, supervisor
 from runtime.console import Console, ConsoleStyle
 from runtime.control import LauncherControl, Message
 from runtime.errors import Coords, LaunchError
-from runtime.failures import Failure, Report, describe_exit, find_root, render, render_interrupted
-from runtime.fork_client import HOME, ForkClient
-from runtime.fork_server import Job
-from runtime.output import open_logs
-from runtime.script import Target
+from runtime.failures import Report, describe_exit, find_root
+from runtime.launch_spec import RUN_ID, LaunchResult, LaunchSpec, Started, prepare, start
 
-RUN_ID = "PARALLEL3D_RUN_ID"
+__all__ = ["Launch", "LaunchResult", "LaunchSpec", "OnMessage", "launch"]
+
 _SERVER_END_SECONDS = 15.0  # the server itself gives what it ends 10 s
 
 OnMessage = Callable[[int, Message], None]
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchSpec:
-    """All that a launch is told."""
-
-    target: Target
-    num_ranks: int
-    preload: tuple[str, ...] = ()
-    """Modules that are imported once, before the ranks are forked."""
-    before_script: str | None = None
-    """`module:function`, called in each rank before the script runs."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Added to this process's own environment."""
-    interrupt_grace: float = 10.0
-    """Seconds that ranks have to end after one Ctrl-C."""
-    start_timeout: float = 120.0
-    """Seconds from the start until the last rank is forked."""
-    log_dir: Path | None = None
-    with_prefix: bool = True
-    only: frozenset[int] | None = None
-    """Ranks shown on the console; None: all."""
-
-    def check(self) -> None:
-        """Raise LaunchError that says what is wrong, before a process starts."""
-        if self.num_ranks < 1:
-            raise LaunchError(f"-n {self.num_ranks}: at least one rank is needed")
-        name = self.target.name
-        if self.target.is_module:
-            top = name.partition(".")[0]
-            if importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
-                raise LaunchError(f"no module named {top!r} here or on the import path")
-        elif os.path.isdir(name):
-            raise LaunchError(f"{name} is a directory; name the script in it")
-        elif not os.path.exists(name):
-            raise LaunchError(f"there is no script {name} (seen from {os.getcwd()})")
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchResult:
-    """How a launch ended."""
-
-    run_id: str
-    exit_code: int
-    """0, or the root failure's, or 128 + n when signal n interrupted the launch."""
-    root: Failure | None
-    failures: tuple[Failure, ...]
-    interrupted_by: signal.Signals | None
-
-    @property
-    def report(self) -> str:
-        """For people: the root failure first; empty when all went well."""
-        if self.interrupted_by is not None:
-            return render_interrupted(self.interrupted_by, self.failures)
-        return render(self.root, self.failures) if self.root else ""
 
 
 def _ignore(rank: int, message: Message) -> None:
@@ -93,56 +31,43 @@ def _ignore(rank: int, message: Message) -> None:
 
 
 async def launch(spec: LaunchSpec, on_message: OnMessage = _ignore) -> LaunchResult:
-    """Run all ranks to their end. Cancelling it stops them, in order first and by force after the grace."""
-    running = Launch(spec, on_message)
-    running.start()
-    return await running.finish()
+    """Run all ranks to their end. Cancelling it stops them, in order first and by force after the grace.
+
+    What ranks print goes to descriptors 1 and 2 of this process; `on_message` gets (rank, message) for
+    everything ranks send over their control channels, on the loop.
+    """
+    return await Launch(start(spec, prepare(spec)), on_message).finish()
 
 
 class Launch:
-    """One launch: does what the supervisor decides. `start` needs no event loop, so it can come early."""
+    """Carries out what the supervisor decides about ranks whose fork server has been started."""
 
-    def __init__(self, spec: LaunchSpec, on_message: OnMessage = _ignore) -> None:
-        spec.check()
-        self.run_id = secrets.token_hex(4)
-        self._spec = spec
+    def __init__(self, started: Started, on_message: OnMessage = _ignore) -> None:
+        self._started = started
+        self._spec = started.spec
+        self._server = started.server
         self._on_message = on_message
-        self._logs = open_logs(spec.log_dir, spec.num_ranks) if spec.log_dir else []
-        self._supervisor = supervisor.Supervisor(spec.num_ranks, spec.interrupt_grace)
+        self._supervisor = supervisor.Supervisor(self._spec.num_ranks, self._spec.interrupt_grace)
         self._controls: dict[int, LauncherControl] = {}
-        self._store = os.memfd_create("parallel3d-store")
-
-    def start(self) -> None:
-        """Start the fork server: it takes the longest, so before all else."""
-        spec = self._spec
-        job = Job(os.getpid(), HOME, spec.preload, spec.before_script, spec.target)
-        environment = {**os.environ, **spec.environment, RUN_ID: self.run_id}
-        # libgomp reads it once, when torch is loaded.
-        environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank(spec.num_ranks)))
-        try:
-            self._server = ForkClient(job, environment)
-        except LaunchError:
-            self._close_files()
-            raise
+        self._timers: list[asyncio.TimerHandle] = []
 
     async def finish(self) -> LaunchResult:
         """Run the ranks to their end and clean up, whatever happens."""
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._console = Console(
-            ConsoleStyle(self._spec.num_ranks, self._spec.with_prefix, self._spec.only), self._logs
+            ConsoleStyle(self._spec.num_ranks, self._spec.with_prefix, self._spec.only), self._started.logs
         )
         _allow_open_files(4 * self._spec.num_ranks + 64)
         self._loop.add_reader(self._server.connection, self._on_server)
-        too_late = self._loop.call_later(self._spec.start_timeout, self._on_start_timeout)
+        self._timers.append(self._loop.call_later(self._spec.start_timeout, self._on_start_timeout))
         try:
             await self._until_ended()
         finally:
-            too_late.cancel()
             await self._clean_up()
         failures = tuple(self._supervisor.failures())
         return LaunchResult(
-            self.run_id,
+            self._started.run_id,
             self._supervisor.exit_code(),
             find_root(failures),
             failures,
@@ -171,7 +96,8 @@ class Launch:
                 case supervisor.Signal(ranks, number, whole_group):
                     self._server.signal(ranks, number, whole_group)
                 case supervisor.SetTimer(timer, seconds):
-                    self._loop.call_later(seconds, self._handle, supervisor.TimerFired(timer))
+                    fired = supervisor.TimerFired(timer)
+                    self._timers.append(self._loop.call_later(seconds, self._handle, fired))
                 case supervisor.Finish():
                     self._end(None)
 
@@ -189,7 +115,7 @@ class Launch:
         except OSError as error:
             self._end(LaunchError(f"rank {rank} could not be started: {error}. Raise `ulimit -n`."))
             return
-        theirs = (their_stdout, their_stderr, their_control.fileno(), self._store)
+        theirs = (their_stdout, their_stderr, their_control.fileno(), self._started.store)
         self._server.fork(rank, self._rank_environment(rank), theirs)
         their_control.close()
         os.close(their_stdout)
@@ -210,27 +136,29 @@ class Launch:
                 case {"event": "started", "rank": int(rank)}:
                     self._handle(supervisor.RankStarted(rank))
                 case {"event": "ended", "rank": int(rank), "code": int(code), "time": float(when)}:
-                    while self._on_control(rank):  # its last words come before its end
-                        pass
+                    self._hear_last_words(rank)
                     self._handle(supervisor.RankEnded(rank, code, when))
                 case {"event": "fork_failed", "rank": rank, "message": message}:
                     self._end(LaunchError(f"rank {rank} could not be forked: {message}"))
-                case {"event": "preload_failed", "traceback": traceback}:
-                    self._end(LaunchError(f"a module could not be preloaded for the ranks:\n{traceback}"))
+                case {"event": "preload_failed", "module": module, "traceback": traceback}:
+                    self._end(LaunchError(f"{module} could not be preloaded for the ranks:\n{traceback}"))
                 case {"event": "lost"}:
                     self._loop.remove_reader(self._server.connection)
                     self._end(_ServerLost())
 
-    def _on_control(self, rank: int) -> bool:
-        """Take in what a rank has sent; False when that was all."""
+    def _on_control(self, rank: int) -> None:
         control = self._controls[rank]
-        num_messages = 0
         for message in control.messages():
-            num_messages += 1
             self._on_rank_message(rank, message)
         if control.ended:
             self._loop.remove_reader(control.connection)
-        return num_messages > 0
+
+    def _hear_last_words(self, rank: int) -> None:
+        """What a rank sent comes before its end; bounded, for a child of its may still be sending."""
+        for _ in range(64):
+            self._on_control(rank)
+            if not self._controls[rank].may_have_more:
+                return
 
     def _on_rank_message(self, rank: int, message: Message) -> None:
         coords, report = _coords(message), None
@@ -252,26 +180,29 @@ class Launch:
 
     async def _clean_up(self) -> None:
         """End what still lives, deliver what was printed, close what is open."""
+        for timer in self._timers:
+            timer.cancel()
         self._loop.remove_reader(self._server.connection)
         self._server.close()
         try:
             code = await asyncio.to_thread(self._server.wait, _SERVER_END_SECONDS)
             if code != 0:  # it was killed, so it may not have ended all
-                await asyncio.to_thread(processes.end_marked, RUN_ID, self.run_id)
+                await asyncio.to_thread(processes.end_marked, RUN_ID, self._started.run_id)
             await self._console.drain()
             for failure in self._supervisor.failures():
                 if failure.report is not None:
                     self._console.log(failure.rank, failure.report.traceback)
             await self._console.close()
         finally:
+            self._console.release()  # also when cancelled here
             self._close_files()
         self._raise_if_server_lost(code)
 
     def _raise_if_server_lost(self, code: int) -> None:
-        lost = self._ended.done() and isinstance(self._ended.exception(), _ServerLost)
-        if lost:
+        ended = self._ended.done() and not self._ended.cancelled()
+        if ended and isinstance(self._ended.exception(), _ServerLost):
             raise LaunchError(
-                f"the fork server (pid {self._server.process.pid}) was {describe_exit(code)}; "
+                f"the fork server (pid {self._server.process.pid}) ended too early ({describe_exit(code)}); "
                 "the ranks depend on it and have been ended"
             ) from None
 
@@ -280,17 +211,11 @@ class Launch:
             with suppress(OSError):
                 self._loop.remove_reader(control.connection)
             control.connection.close()
-        for fd in (self._store, *self._logs):
-            os.close(fd)
+        os.close(self._started.store)
 
 
 class _ServerLost(Exception):
     """The fork server ended before its ranks did."""
-
-
-def threads_per_rank(num_ranks: int) -> int:
-    """So many that all ranks together keep every core busy, and no more."""
-    return max(1, len(os.sched_getaffinity(0)) // num_ranks)
 
 
 def _coords(message: Mapping[str, Any]) -> Coords | None:

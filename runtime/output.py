@@ -7,7 +7,7 @@ import re
 import select
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,9 +77,8 @@ def parse_ranks(text: str, num_ranks: int) -> frozenset[int]:
         if last < first:
             raise LaunchError(f"--only {text!r}: {part.strip()} runs backwards")
         if last >= num_ranks:
-            raise LaunchError(
-                f"--only {text!r}: there is no rank {last}: the last of {num_ranks} is {num_ranks - 1}"
-            )
+            whole = f"the last of {num_ranks} is {num_ranks - 1}"
+            raise LaunchError(f"--only {text!r}: there is no rank {last}; {whole}")
         ranks.update(range(first, last + 1))
     return frozenset(ranks)
 
@@ -108,8 +107,9 @@ class Writer:
     must not wait for whoever reads our stdout.
     """
 
-    def __init__(self, on_room: Callable[[], None]) -> None:
-        self._on_room = on_room  # called from the thread, when the queue has room again
+    def __init__(self, on_room: Callable[[], None], owned: Sequence[int] = ()) -> None:
+        self._on_room = on_room  # called from the thread, when the queue has room again and at the end
+        self._owned = owned  # closed at the end and not before, or a late write might reach another file
         self._queue: deque[tuple[int, bytes]] = deque()
         self._queued_bytes = 0
         self._broken: set[int] = set()
@@ -146,6 +146,8 @@ class Writer:
                 has_room_again = was_full and not self.is_full
             if has_room_again:
                 self._on_room()
+        for fd in self._owned:
+            os.close(fd)
         self.is_done = True
         self._on_room()
 

@@ -18,7 +18,7 @@ from runtime.failures import Failure, Report, describe_exit, find_root, shell_co
 STOP_GRACE_SECONDS = 5.0
 # A rank's PeerLost may reach us before the exception that made its peer leave; stopping that peer at
 # once would lose the only report that matters.
-SETTLE_SECONDS = 1.0
+SETTLE_SECONDS = 2.0
 KILL_SECONDS = 10.0  # only a process stuck inside the kernel outlives SIGKILL; we don't wait for it for ever
 
 
@@ -182,15 +182,18 @@ class Supervisor:
 
     def _fork_next(self) -> Iterator[Instruction]:
         waiting = [number for number, rank in enumerate(self._ranks) if not rank.is_forked]
-        if self.phase is Phase.RUNNING and waiting:
+        if self._may_fork() and waiting:
             self._ranks[waiting[0]].is_forked = True
             yield Fork(waiting[0])
+
+    def _may_fork(self) -> bool:
+        return self.phase in (Phase.RUNNING, Phase.SETTLING)
 
     def _after_failure(self, is_consequence: bool) -> Iterator[Instruction]:
         if self.phase is Phase.RUNNING and is_consequence:
             self.phase = Phase.SETTLING
             yield self._set_timer(SETTLE_SECONDS)
-        elif self.phase in (Phase.RUNNING, Phase.SETTLING) and not is_consequence:
+        elif self._may_fork() and not is_consequence:
             yield from self._stop()
 
     def _stop(self) -> Iterator[Instruction]:
@@ -238,14 +241,14 @@ class Supervisor:
         return SetTimer(self._timer, seconds)
 
     def _is_over(self) -> bool:
-        more_to_come = self.phase is Phase.RUNNING and not all(rank.is_forked for rank in self._ranks)
+        more_to_come = self._may_fork() and not all(rank.is_forked for rank in self._ranks)
         return not more_to_come and not self._alive()
 
     def _failure(self, number: int, rank: _Rank) -> Failure | None:
         report, end = rank.report, rank.end
         if end is None or (end.code == 0 and report is None):
             return None
-        was_stopped = self._was_stopped(rank)
+        came_after_stop = self._came_after_stop(rank, end)
         killed_by_us = -end.code in rank.signals
         return Failure(
             rank=number,
@@ -254,14 +257,12 @@ class Supervisor:
             exit_code=1 if report and (killed_by_us or end.code == 0) else shell_code(end.code),
             how=report.summary if report else describe_exit(end.code),
             report=report,
-            is_consequence=was_stopped or rank.reported_consequence,
-            was_stopped=was_stopped,
+            is_consequence=came_after_stop or rank.reported_consequence,
+            was_stopped=came_after_stop and report is None and shell_code(end.code) - 128 in rank.signals,
         )
 
-    def _was_stopped(self, rank: _Rank) -> bool:
-        """Signalled by us and ended by that; a signal that we did not send is the rank's own failure."""
-        if rank.asked_to_stop_at is None or rank.end is None:
-            return False
-        if rank.end.code < 0 and -rank.end.code not in rank.signals:
+    def _came_after_stop(self, rank: _Rank, end: RankEnded) -> bool:
+        """Signalled by us before it failed; a signal that we did not send is the rank's own failure."""
+        if rank.asked_to_stop_at is None or (end.code < 0 and -end.code not in rank.signals):
             return False
         return rank.report is None or rank.report.time >= rank.asked_to_stop_at

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from contextlib import suppress
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from runtime.launch import Launch, LaunchResult
+    from runtime.launch_spec import LaunchResult, LaunchSpec, Started
 
 EXIT_USAGE = 2
 _PRELOAD = "torch,torch.distributed,numpy,uvloop,parallel3d.rank_mesh"
@@ -41,10 +42,11 @@ def launch(
 ) -> None:
     """Run N ranks of a script: the first failure is shown first, Ctrl-C ends them in order, twice at once."""
     from runtime.errors import LaunchError
-    from runtime.launch import Launch, LaunchSpec
+    from runtime.launch_spec import LaunchSpec, prepare
     from runtime.output import parse_ranks
     from runtime.script import Target
 
+    _open_standard_fds()
     spec = LaunchSpec(
         target=Target(script, module, tuple(args or ())),
         num_ranks=num_ranks,
@@ -56,20 +58,21 @@ def launch(
     )
     try:
         spec.check()
-        running = Launch(replace(spec, only=parse_ranks(only, num_ranks) if only is not None else None))
+        spec = replace(spec, only=parse_ranks(only, num_ranks) if only is not None else None)
+        logs = prepare(spec)
     except LaunchError as error:
         print(f"parallel3d launch: {error}", file=sys.stderr)
         raise typer.Exit(EXIT_USAGE) from None
-    raise typer.Exit(_run(running))
+    raise typer.Exit(_run(spec, logs))
 
 
-def _run(running: Launch) -> int:
+def _run(spec: LaunchSpec, logs: tuple[int, ...]) -> int:
     from runtime import processes
+    from runtime.launch_spec import start
 
     processes.become_subreaper()  # should the fork server be killed, its orphans come to us
     try:
-        running.start()
-        result = _finish(running)
+        result = _finish(start(spec, logs))
     finally:
         processes.end_descendants()
     with suppress(OSError):
@@ -78,10 +81,21 @@ def _run(running: Launch) -> int:
     return result.exit_code
 
 
-def _finish(running: Launch) -> LaunchResult:
-    import asyncio  # after the start: these overlap with the fork server's own imports
+def _open_standard_fds() -> None:
+    """Started with stdout closed (`>&-`), a file of ours would get its number, and then the ranks' output."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+
+
+def _finish(started: Started) -> LaunchResult:
+    import asyncio  # only now: these overlap with the fork server's own imports
 
     import uvloop
+
+    from runtime.launch import Launch
+
+    running = Launch(started)
 
     async def watch() -> LaunchResult:
         loop = asyncio.get_running_loop()

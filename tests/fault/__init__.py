@@ -1,0 +1,1 @@
+"""Ranks, launchers and servers that are killed."""

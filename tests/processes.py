@@ -1,0 +1,162 @@
+"""Starts real launches in tests, waits for what they print or for their end, and finds what they leave.
+
+Every process of a launch inherits a mark in its environment, so that none can hide.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from runtime.processes import marked
+
+ROOT = Path(__file__).resolve().parent.parent
+MARK = "PARALLEL3D_TEST_MARK"
+SECONDS = 30.0  # a deadline, not an expectation: most waits end within milliseconds
+
+
+class Stream:
+    """A pipe that is read with a deadline; keeps all it has seen."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._seen = bytearray()
+        os.set_blocking(fd, False)
+
+    @property
+    def text(self) -> str:
+        return self._seen.decode("utf-8", "surrogateescape")
+
+    @property
+    def data(self) -> bytes:
+        return bytes(self._seen)
+
+    def wait_for(self, pattern: str, seconds: float = SECONDS) -> re.Match[str]:
+        """The first match in all that has come so far; waits for it."""
+        deadline = time.monotonic() + seconds
+        while (found := re.search(pattern, self.text, re.MULTILINE)) is None:
+            if not self._read(deadline):
+                raise AssertionError(f"{pattern!r} never came; there was:\n{self.text}")
+        return found
+
+    def read_all(self, seconds: float = SECONDS) -> str:
+        """Everything up to the end of the stream."""
+        deadline = time.monotonic() + seconds
+        while self._read(deadline):
+            pass
+        return self.text
+
+    def _read(self, deadline: float) -> bool:
+        poller = select.poll()
+        poller.register(self._fd, select.POLLIN)
+        if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise AssertionError(f"nothing more came in time; there was:\n{self.text}")
+        try:
+            data = os.read(self._fd, 1 << 16)
+        except OSError:  # how a terminal says that its last user has left
+            data = b""
+        self._seen += data
+        return bool(data)
+
+
+class Launched:
+    """One `parallel3d launch` as a process of its own."""
+
+    def __init__(
+        self, *args: str, preload: str | None = "", cwd: Path | None = None, **environment: str
+    ) -> None:
+        self.mark = uuid.uuid4().hex
+        hidden = [] if preload is None else ["--preload", preload]
+        inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "parallel3d", "launch", *hidden, *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=cwd,
+            env={**inherited, "PYTHONPATH": str(ROOT), MARK: self.mark, **environment},
+        )
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        self.stdout = Stream(self.process.stdout.fileno())
+        self.stderr = Stream(self.process.stderr.fileno())
+
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        left = self.left_behind()
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(SECONDS)
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def finish(self) -> int:
+        """The exit code, after all output was read; and at that moment no process may be left."""
+        self.stdout.read_all()
+        self.stderr.read_all()
+        code = self.process.wait(SECONDS)
+        assert self.left_behind() == []
+        return code
+
+    def left_behind(self) -> list[int]:
+        return marked(MARK, self.mark)
+
+    def wait_until_nothing_is_left(self, seconds: float = SECONDS) -> None:
+        """For a launcher that was killed itself: the others need a moment, but not long."""
+        deadline = time.monotonic() + seconds
+        while left := self.left_behind():
+            for pid in left:
+                wait_for_end(pid, deadline)
+
+    @property
+    def server_pid(self) -> int:
+        """The fork server: the launcher's only child."""
+        (pid,) = children(self.process.pid)
+        return pid
+
+
+def wait_for_end(pid: int, deadline: float) -> None:
+    """Until this process has ended, by its pidfd."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        assert poller.poll(max(0.0, deadline - time.monotonic()) * 1000), f"process {pid} is still there"
+    finally:
+        os.close(fd)
+
+
+def children(pid: int) -> list[int]:
+    """Direct children, as /proc tells."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) == pid:
+                found.append(int(name))
+    return found
+
+
+def write_script(folder: Path, source: str, name: str = "script.py") -> str:
+    """A script in this folder; its path."""
+    path = folder / name
+    path.write_text(textwrap.dedent(source))
+    return str(path)

@@ -1,0 +1,1 @@
+"""No processes, no sleeps."""
