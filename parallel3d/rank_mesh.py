@@ -61,7 +61,10 @@ def mesh(
             raise InvalidCall("mesh: a RunConfig is complete; load the file with overrides instead.")
         return Mesh(config, environment, place)
     settings = load_config(
-        config, overrides={**(overrides or {}), **given}, world_size=environment.world_size if config else None
+        config,
+        overrides={**(overrides or {}), **given},
+        world_size=environment.world_size,
+        for_training=config is not None,
     )
     return Mesh(settings, environment, place)
 

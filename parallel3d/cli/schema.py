@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from parallel3d.config_reference import json_schema, markdown
+from parallel3d.config.reference import json_schema, markdown
 
 
 def schema(

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from parallel3d.config import RunConfig, load_config
-from parallel3d.config_errors import ConfigProblems
-from parallel3d.config_models import GptModel
+from parallel3d.config.errors import ConfigProblems
+from parallel3d.config.models import GptModel
 
 EXIT_BAD_CONFIG = 3
 

@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from parallel3d.config import RunConfig, load_config
-from parallel3d.config_aliases import ALIASES, VALUE_ALIASES
-from parallel3d.config_models import CustomModel, GptModel
+from parallel3d.config.aliases import ALIASES, VALUE_ALIASES
+from parallel3d.config.models import CustomModel, GptModel
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -12,7 +12,7 @@ import pytest
 
 from parallel3d.cli.main import main
 from parallel3d.config import load_config
-from parallel3d.config_reference import json_schema, markdown
+from parallel3d.config.reference import json_schema, markdown
 
 ROOT = Path(__file__).parents[2]
 MESH = ROOT / "configs" / "mesh-2x2x2.yaml"

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from parallel3d.config import RunConfig, load_config
-from parallel3d.config_aliases import ALIASES, SECTION_ALIASES
-from parallel3d.config_models import GptArgs
-from parallel3d.config_yaml import dump, resolve_scalar
+from parallel3d.config.aliases import ALIASES, SECTION_ALIASES
+from parallel3d.config.models import GptArgs
+from parallel3d.config.scalars import dump, resolve_scalar
 from runtime.errors import ConfigError
 
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

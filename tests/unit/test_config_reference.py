@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from parallel3d.config import load_config
-from parallel3d.config_aliases import ALIASES, SECTION_ALIASES, VALUE_ALIASES
-from parallel3d.config_models import RunConfig
-from parallel3d.config_reference import json_schema, markdown
+from parallel3d.config.aliases import ALIASES, SECTION_ALIASES, VALUE_ALIASES
+from parallel3d.config.models import RunConfig
+from parallel3d.config.reference import json_schema, markdown
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from parallel3d.config_models import RunConfig
-from parallel3d.config_translate import TRANSLATED
+from parallel3d.config.models import RunConfig
+from parallel3d.config.translate import TRANSLATED
 
 # Every kind of schema our models are made of, and the error types it can raise. Core types are strict.
 ERRORS_OF = {

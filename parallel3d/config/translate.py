@@ -9,8 +9,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from parallel3d.config_aliases import ALIASES, SECTION_ALIASES
-from parallel3d.config_errors import (
+from parallel3d.config.aliases import ALIASES, SECTION_ALIASES
+from parallel3d.config.errors import (
     MOST_PROBLEMS,
     Place,
     Problem,
@@ -20,10 +20,10 @@ from parallel3d.config_errors import (
     show,
     stop_a_flood,
 )
-from parallel3d.config_fields import choice_refusal
-from parallel3d.config_file import KeyPath, Node
-from parallel3d.config_models import CustomModel, GptArgs, GptModel, RunConfig
-from parallel3d.config_yaml import resolve_scalar
+from parallel3d.config.fields import choice_refusal
+from parallel3d.config.file import KeyPath, Node
+from parallel3d.config.models import CustomModel, GptArgs, GptModel, RunConfig
+from parallel3d.config.scalars import resolve_scalar
 
 _WANTED = {
     "int_type": "a whole number",

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from parallel3d import config_yaml
-from parallel3d.config_fields import (
+from parallel3d.config import scalars
+from parallel3d.config.fields import (
     IMPLIES_TWO_VIRTUAL_STAGES,
     Backend,
     CommStrategy,
@@ -255,4 +255,4 @@ class RunConfig(Section):
 
     def to_yaml(self) -> str:
         """Every key with its value; `load_config` of it gives an equal config."""
-        return config_yaml.dump(self.model_dump(mode="json"))
+        return scalars.dump(self.model_dump(mode="json"))

@@ -6,9 +6,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from parallel3d.config_aliases import ALIASES, SECTION_ALIASES, VALUE_ALIASES
-from parallel3d.config_errors import show
-from parallel3d.config_models import GptArgs, GptModel, RunConfig
+from parallel3d.config.aliases import ALIASES, SECTION_ALIASES, VALUE_ALIASES
+from parallel3d.config.errors import show
+from parallel3d.config.models import GptArgs, GptModel, RunConfig
 
 _INTRODUCTION = """\
 # Configuration

@@ -1,4 +1,4 @@
-"""A run's configuration: YAML file, environment and `--set` in, one checked `RunConfig` out. No torch."""
+"""Reads a run's configuration: gathers, renames, merges and checks, and tells everything that is wrong."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from parallel3d.config_aliases import rename
-from parallel3d.config_errors import MOST_PROBLEMS, ConfigProblems, Place, Problem, dotted, show, stop_a_flood
-from parallel3d.config_fields import is_finite
-from parallel3d.config_file import KeyPath, Node, parse_yaml, read_text
-from parallel3d.config_models import RunConfig
-from parallel3d.config_overrides import from_environment, from_settings, merge
-from parallel3d.config_rules import RULES, Finding
-from parallel3d.config_translate import place_of, translate
-
-__all__ = ["RunConfig", "load_config"]
+from parallel3d.config.aliases import rename
+from parallel3d.config.errors import MOST_PROBLEMS, ConfigProblems, Place, Problem, dotted, show, stop_a_flood
+from parallel3d.config.fields import is_finite
+from parallel3d.config.file import KeyPath, Node, parse_yaml, read_text
+from parallel3d.config.models import RunConfig
+from parallel3d.config.overrides import from_environment, from_settings, merge
+from parallel3d.config.rules import RULES, Finding
+from parallel3d.config.translate import place_of, translate
 
 
 def load_config(
@@ -29,12 +27,14 @@ def load_config(
     overrides: Mapping[str, Any] = MappingProxyType({}),
     environ: Mapping[str, str] = os.environ,
     world_size: int | None = None,
+    for_training: bool = True,
 ) -> RunConfig:
     """Read and check a run's configuration. The file gives way to the environment, and that to overrides.
 
     path: the YAML file; None for the defaults alone.
     overrides: dotted keys, as with `--set`; text is read as YAML would read it.
     world_size: the ranks that are started; None when that is not known yet.
+    for_training: False where only a mesh is wanted, so that model and batch need not fit it.
 
     Raises ConfigError, whose text lists everything that is wrong.
     """
@@ -45,7 +45,8 @@ def load_config(
     refused += found
     wrong |= {dotted(path) for path, _ in refused}
     problems += [problem for _, problem in refused]
-    problems += _broken_rules(config, world_size, tree, wrong)
+    if for_training:
+        problems += _broken_rules(config, world_size, tree, wrong)
     if problems:
         raise ConfigProblems(problems)
     train = config.train.model_copy(update={"batch_size": config.batch_size})

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import NamedTuple
 
-from parallel3d.config_errors import nearest
+from parallel3d.config.errors import nearest
 
 
 class Missing(NamedTuple):

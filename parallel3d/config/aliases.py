@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parallel3d.config_errors import Problem, dotted
-from parallel3d.config_file import Node
+from parallel3d.config.errors import Problem, dotted
+from parallel3d.config.file import Node
 
 SECTION_ALIASES = {"parallelism": "parallel", "training": "train"}
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from parallel3d.config_errors import enumerate_words
-from parallel3d.config_factories import missing_module
-from parallel3d.config_fields import IMPLIES_TWO_VIRTUAL_STAGES, NEEDS_VIRTUAL_STAGES, is_factory
-from parallel3d.config_models import GptModel, RunConfig
+from parallel3d.config.errors import enumerate_words
+from parallel3d.config.factories import missing_module
+from parallel3d.config.fields import IMPLIES_TWO_VIRTUAL_STAGES, NEEDS_VIRTUAL_STAGES, is_factory
+from parallel3d.config.models import GptModel, RunConfig
 
 # Longer examples explain nothing.
 _LONGEST_EXAMPLE = 16

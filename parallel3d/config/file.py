@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from parallel3d.config_errors import ConfigProblems, Place, Problem, dotted, nearest, show, stop_a_flood
-from parallel3d.config_yaml import resolve_scalar
+from parallel3d.config.errors import ConfigProblems, Place, Problem, dotted, nearest, show, stop_a_flood
+from parallel3d.config.scalars import resolve_scalar
 
 LARGEST_FILE = 1 << 20
 DEEPEST_NESTING = 32

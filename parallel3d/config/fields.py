@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, PlainSerializer, PlainValidator, Strict, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from parallel3d.config_errors import enumerate_words, nearest
+from parallel3d.config.errors import enumerate_words, nearest
 
 # The one place to extend when a strategy or a compression arrives with its code.
 CommStrategy = Literal["default"]

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from parallel3d.config_errors import ConfigProblems, Place, Problem, dotted, show
-from parallel3d.config_file import DEEPEST_NESTING, Node, parse_yaml
-from parallel3d.config_yaml import resolve_scalar
+from parallel3d.config.errors import ConfigProblems, Place, Problem, dotted, show
+from parallel3d.config.file import DEEPEST_NESTING, Node, parse_yaml
+from parallel3d.config.scalars import resolve_scalar
 
 _PREFIX = "PARALLEL3D_"
 
