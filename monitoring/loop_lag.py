@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -62,11 +63,11 @@ class LagMeter:
         self._arm()
 
     def _arm(self) -> None:
-        due = self._loop.time() + self._interval
-        self._timer = self._loop.call_at(due, self._ring, due)
+        due = time.monotonic() + self._interval  # the loop's own clock stands still while it is busy
+        self._timer = self._loop.call_later(self._interval, self._ring, due)
 
     def _ring(self, due: float) -> None:
-        self.histogram.observe(max(0.0, self._loop.time() - due))
+        self.histogram.observe(max(0.0, time.monotonic() - due))
         self._arm()
 
     def stop(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -108,38 +109,40 @@ def _network_device() -> Any:  # noqa: ANN401
 
 def issue(backend: Any, call: Call, tag: int) -> TorchWork:  # noqa: ANN401
     """Hand one call to a torch backend; returns at once. A send meets the receive that has the same tag."""
-    limit = timedelta(seconds=call.timeout + BACKSTOP)
     source, target = call.source, call.target
     match call.kind:
         case "all_reduce":
-            options = dist.AllreduceOptions()
-            options.reduceOp, options.timeout = _OPS[call.op or "sum"], limit
-            return backend.allreduce([target], options)
+            return backend.allreduce([target], _options(dist.AllreduceOptions, call.timeout, op=call.op))
         case "reduce_scatter":
-            options = dist.ReduceScatterOptions()
-            options.reduceOp, options.timeout = _OPS[call.op or "sum"], limit
+            options = _options(dist.ReduceScatterOptions, call.timeout, op=call.op)
             return backend._reduce_scatter_base(target, source, options)
         case "all_gather":
-            options = c10d.AllgatherOptions()
-            options.timeout = limit
+            options = _options(c10d.AllgatherOptions, call.timeout)
             return backend._allgather_base(_as_bytes(target), _as_bytes(source), options)
         case "broadcast":
-            options = dist.BroadcastOptions()
-            options.rootRank, options.rootTensor, options.timeout = call.peer, 0, limit
+            options = _options(dist.BroadcastOptions, call.timeout, root=call.peer)
             return backend.broadcast([_as_bytes(target)], options)
         case "all_to_all":
-            options = dist.AllToAllOptions()
-            options.timeout = limit
+            options = _options(dist.AllToAllOptions, call.timeout)
             return backend.alltoall_base(_as_bytes(target), _as_bytes(source), [], [], options)
         case "barrier":
-            options = dist.BarrierOptions()
-            options.timeout = limit
-            return backend.barrier(options)
+            return backend.barrier(_options(dist.BarrierOptions, call.timeout))
         case "send":
             return backend.send([_as_bytes(source)], call.peer, tag)
         case "recv":
             return backend.recv([_as_bytes(target)], call.peer, tag)
     raise AssertionError(call.kind)
+
+
+@lru_cache(maxsize=1024)  # torch copies them, and making them costs as much as a small call's own work
+def _options(kind: type[Any], timeout: float, *, op: str | None = None, root: int | None = None) -> Any:  # noqa: ANN401
+    options = kind()
+    options.timeout = timedelta(seconds=timeout + BACKSTOP)
+    if op is not None:
+        options.reduceOp = _OPS[op]
+    if root is not None:
+        options.rootRank, options.rootTensor = root, 0
+    return options
 
 
 def _as_bytes(tensor: torch.Tensor | None) -> torch.Tensor:

@@ -53,7 +53,7 @@ class Ring:
 
     def post(self, number: int, text: str) -> None:
         """Write down the next call."""
-        at, data = self._slot(number), text.encode()[:_TEXT]
+        at, data = self._slot(number), text[:_TEXT].encode()
         self._memory[at + 10 : at + 10 + len(data)] = data
         _SLOT_HEAD.pack_into(self._memory, at, number, len(data))
         _NUMBER.pack_into(self._memory, 0, number)
@@ -69,12 +69,12 @@ class Ring:
 
     def differs(self, number: int, text: str) -> str | None:
         """The other text that stands there as `number`, if one does."""
-        other, mine = self.read(number), text.encode()[:_TEXT].decode(errors="ignore")
-        if other is None or other == mine:
+        mine = text[:_TEXT]
+        if self.read(number) in (None, mine):
             return None
         time.sleep(0.001)  # a CPU with weaker ordering than x86 may show the number before the text
         other = self.read(number)
-        return None if other in (None, mine) else other
+        return None if other == mine else other
 
     def _slot(self, number: int) -> int:
         return 16 + number % self._num_slots * _SLOT

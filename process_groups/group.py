@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
 
-from process_groups.transport import REDUCE_OPS, Call, Transport
+from process_groups.transport import POINT_TO_POINT, REDUCE_OPS, Call, Transport, describe_terms
 from process_groups.work import CopyBack, Work
 from runtime.errors import CommunicationError, Coords, DeadlineExceeded, GroupClosed, InvalidCall, name_rank
 
@@ -42,7 +41,7 @@ class Group:
         self._transport = transport
         self._coords_of = coords_of
         self._under_way: set[Work] = set()
-        self._numbers: Counter[tuple[str, int | None]] = Counter()
+        self._numbers: dict[tuple[str, int | None] | None, int] = {}
         self._closed: CommunicationError | None = None
 
     def __repr__(self) -> str:
@@ -122,7 +121,8 @@ class Group:
 
     def barrier(self, timeout: float | None = None) -> Work:
         """Ends when every rank has come."""
-        call = Call("barrier", timeout=self._limit(timeout), number=self._number("barrier", None))
+        limit = self._limit(timeout)
+        call = Call("barrier", timeout=limit, number=self._number("barrier", None), terms=describe_terms("barrier"))
         return self._issue(call, None, None)
 
     # Checks that need no other rank.
@@ -200,29 +200,33 @@ class Group:
             moved_to = moved_from if source is target else target.detach().contiguous()
             if moved_to is not None and not target.is_contiguous():
                 copy_back = CopyBack(staging=moved_to, to=target.detach())
-        call = Call(
-            kind, moved_from, moved_to, op, peer, limit, tuple(shown.shape), shown.dtype, self._number(kind, peer)
-        )
+        terms = describe_terms(kind, op, peer, shown.dtype, shown.shape)
+        call = Call(kind, moved_from, moved_to, op, peer, limit, self._number(kind, peer), terms)
         return self._issue(call, target if target is not None else source, copy_back)
 
     def _number(self, kind: str, peer: int | None) -> int:
-        channel = (kind, peer) if kind in ("send", "recv") else ("collective", None)
-        self._numbers[channel] += 1
-        return self._numbers[channel]
+        channel = (kind, peer) if kind in POINT_TO_POINT else None
+        number = self._numbers.get(channel, 0) + 1
+        self._numbers[channel] = number
+        return number
 
     def _issue(self, call: Call, result: torch.Tensor | None, copy_back: CopyBack | None) -> Work:
         if self._closed is not None:
             raise GroupClosed(f"{call.kind}: group {self.name} is closed: {self._closed}", action=call.describe())
-        work = Work(self, call, result, copy_back)
         if self._transport is None:
+            work = Work(self, call, result, copy_back)
             if call.source is not None and call.target is not None:
                 call.target.copy_(call.source.view_as(call.target))
             work.end_well()
             return work
-        self._under_way.add(work)
+        completion, error = None, None
         try:
-            work._completion = self._transport.start(call)
-        except CommunicationError as error:
+            completion = self._transport.start(call)  # before all else that need not be done first: peers wait
+        except CommunicationError as refused:
+            error = refused
+        work = Work(self, call, result, copy_back, completion)
+        self._under_way.add(work)
+        if error is not None:
             self._fail(work, error)
         return work
 

@@ -29,7 +29,7 @@ class Ledger:
         own = members[me].page
         assert own is not None
         self._own = own
-        self._seen = [m for i, m in enumerate(members) if i != me and m.page is not None]
+        self._seen = [(i, m) for i, m in enumerate(members) if i != me and m.page is not None]
 
     def post(self, call: Call) -> None:
         """Write down a call; raises Mismatch where a peer has already called something else in its place."""
@@ -48,7 +48,7 @@ class Ledger:
 
     def trouble(self, call: Call) -> CommunicationError | None:
         """Why `call` will never end: a peer gave the group up, died, or left without making the call."""
-        for member in self._seen:
+        for _, member in self._seen:
             assert member.page is not None
             if (error := member.page.broken_by()) is not None:
                 return error
@@ -79,11 +79,11 @@ class Ledger:
     async def farewell(self, timeout: float) -> None:
         """Wait until each peer has finished all that it shares with this rank, or is gone."""
         deadline = time.monotonic() + timeout
-        while not all(map(self._is_finished, self._seen)) and time.monotonic() < deadline:
+        while not all(self._is_finished(index, member) for index, member in self._seen) and time.monotonic() < deadline:
             await asyncio.sleep(0.002)
 
-    def _is_finished(self, member: Member) -> bool:
-        page, index = member.page, self._members.index(member)
+    def _is_finished(self, index: int, member: Member) -> bool:
+        page = member.page
         assert page is not None
         return (
             page.has_left
@@ -97,8 +97,7 @@ class Ledger:
 
     def _partners(self, call: Call) -> list[tuple[int, Member]]:
         """The peers in shared memory that must make the call too."""
-        wanted = range(len(self._members)) if not call.is_point_to_point else (call.peer,)
-        return [(i, self._members[i]) for i in wanted if i is not None and i != self._me and self._members[i].page]
+        return [(i, m) for i, m in self._seen if i == call.peer] if call.is_point_to_point else self._seen
 
     def _mine(self, call: Call) -> Ring:
         if not call.is_point_to_point:

@@ -22,7 +22,7 @@ from process_groups.group import Group
 from process_groups.in_process import CPU, InProcessWorld
 from process_groups.ledger import Member
 from process_groups.topology import AXES, Topology, auto_order
-from process_groups.torch_transport import TorchTransport
+from process_groups.torch_transport import TorchTransport, translate
 from process_groups.transport import Place
 from runtime.environment import PrivateFile, RankEnvironment
 from runtime.errors import CommunicationError, Coords, DeadlineExceeded, LaunchError, Mismatch
@@ -157,6 +157,7 @@ class _Former:
             name: self._open_group(store, topology, name, index, places, segments, pulses)
             for index, name in enumerate(GROUP_NAMES)
         }
+        self._wait_for_all(store)
         kept_pulses = tuple(pulse for pulse in pulses if pulse is not None)
         return Formation(self._rank, topology, hosts, groups, tuple(filter(None, segments)), kept_pulses)
 
@@ -249,6 +250,19 @@ class _Former:
         try:
             backend = open_backend(kind, store, me, len(members), loopback=loopback, timeout=self._left())
         except RuntimeError as error:
-            who = ", ".join(str(member.place) for member in members)
-            raise DeadlineExceeded(f"start-up: group {name} of {who} could not connect: {error}", action="start-up") from error
+            raise _failed_start(f"group {name} of {', '.join(str(m.place) for m in members)}", error) from error
         return TorchTransport(kind, backend, store, name, members, me, device)
+
+    def _wait_for_all(self, store: dist.Store) -> None:
+        """A rank that fails right after the start must not break the groups that others still form."""
+        if store.add("num_formed", 1) == self._size:
+            store.set("all_formed", "1")
+        try:
+            store.wait(["all_formed"], timedelta(seconds=self._left()))
+        except (dist.DistStoreError, RuntimeError) as error:
+            raise _failed_start("the mesh", error) from error
+
+
+def _failed_start(what: str, error: RuntimeError) -> CommunicationError:
+    kind = type(translate(error))
+    return kind(f"start-up: {what} could not connect: {str(error).partition(chr(10))[0]}", action="start-up")

@@ -77,7 +77,7 @@ class TorchTransport:
         return completion
 
     def _issue(self, call: Call) -> Completion:
-        if call.shape and 0 in call.shape:
+        if call.is_empty:
             return _ENDED
         work = issue(self._backend, call, tag=2 * call.number)
         if self.device.type == "cpu" and call.kind not in _WITHOUT_FUTURE:

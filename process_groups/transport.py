@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -11,13 +12,28 @@ import torch
 from runtime.errors import CommunicationError, Coords, Mismatch, PeerLost, name_rank
 
 REDUCE_OPS = ("sum", "mean", "min", "max")
+POINT_TO_POINT = frozenset(("send", "recv"))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@lru_cache(maxsize=4096)
+def describe_terms(
+    kind: str, op: str | None = None, peer: int | None = None, dtype: torch.dtype | None = None, shape: tuple[int, ...] = ()
+) -> str:
+    """What the ranks must agree on, as the same text on each: `all_reduce(sum) of float32 (4, 5)`."""
+    what = "" if dtype is None else f"{str(dtype)[6:]} {tuple(shape)}"
+    if kind in POINT_TO_POINT:
+        return what
+    how = op if op is not None else f"root {peer}" if kind == "broadcast" else None
+    name = kind if how is None else f"{kind}({how})"
+    return f"{name} of {what}" if what else name
+
+
+@dataclass(slots=True, eq=False)  # made for every call, and freezing would double what that costs
 class Call:
     """One collective, send or receive as this rank makes it. Tensors are contiguous and never need a gradient.
 
-    `source` is read and `target` is written; for an in-place call they are the same tensor.
+    `source` is read and `target` is written; for an in-place call they are the same tensor. Nothing is changed
+    after it was made.
     """
 
     kind: str
@@ -30,26 +46,21 @@ class Call:
     """The group rank at the other end (send, recv), or the root (broadcast)."""
 
     timeout: float = 30.0
-    shape: tuple[int, ...] = ()
-    """The user's shape and dtype: what ranks compare and what messages show."""
-
-    dtype: torch.dtype | None = None
     number: int = 0
     """Its place, from 1, among this rank's collectives of the group, its sends to `peer` or receives from it."""
 
-    @property
-    def is_point_to_point(self) -> bool:
-        return self.kind in ("send", "recv")
+    terms: str = ""
+    """What the ranks must agree on, see `describe_terms`."""
 
     @property
-    def terms(self) -> str:
-        """What the ranks must agree on, as the same text on each: `all_reduce(sum) of float32 (4, 5)`."""
-        what = "" if self.dtype is None else f"{str(self.dtype)[6:]} {self.shape}"
-        if self.is_point_to_point:
-            return what
-        how = self.op if self.op is not None else f"root {self.peer}" if self.kind == "broadcast" else None
-        name = self.kind if how is None else f"{self.kind}({how})"
-        return f"{name} of {what}" if what else name
+    def is_point_to_point(self) -> bool:
+        return self.kind in POINT_TO_POINT
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no bytes to move; on every rank, for the terms say so."""
+        tensor = self.target if self.target is not None else self.source
+        return tensor is not None and tensor.numel() == 0
 
     def describe(self) -> str:
         """How messages show the call."""

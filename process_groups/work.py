@@ -33,11 +33,22 @@ class CopyBack:
 class Work:
     """A call under way. Awaiting it gives the resulting tensor; cancelling the await closes the group."""
 
-    def __init__(self, group: Group, call: Call, result: torch.Tensor | None, copy_back: CopyBack | None) -> None:
+    __slots__ = (
+        "_completion", "_copy_back", "_deadline", "_ended", "_error", "_group", "_result", "_timer", "_unnamed",
+        "_waiters", "call",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        group: Group,
+        call: Call,
+        result: torch.Tensor | None,
+        copy_back: CopyBack | None,
+        completion: Completion | None = None,
+    ) -> None:
         self.call = call
-        self._group, self._result, self._copy_back = group, result, copy_back
+        self._group, self._result, self._copy_back, self._completion = group, result, copy_back, completion
         self._deadline = time.monotonic() + call.timeout
-        self._completion: Completion | None = None
         self._ended = False
         self._error: CommunicationError | None = None
         self._waiters: list[asyncio.Future[None]] = []

@@ -1,0 +1,41 @@
+"""What the benchmarks share: their options, their medians, and how they print."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def options(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: shows that it runs, not how fast")
+    return parser.parse_args()
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+def show(result: Mapping[str, object], lines: Sequence[str], as_json: bool) -> None:
+    print(json.dumps(result, indent=2) if as_json else "\n".join(lines))
+
+
+def launch(num_ranks: int, script: str, *args: str) -> None:
+    """Start a script as ranks and wait for them."""
+    command = [sys.executable, "-m", "parallel3d", "launch", "-n", str(num_ranks), script, *args]
+    subprocess.run(command, check=True, timeout=600)
+
+
+def launch_for_result(num_ranks: int, script: str, *args: str) -> object:
+    """As `launch`; the script's last argument is a file in which rank 0 leaves JSON."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "result.json")
+        launch(num_ranks, script, *args, str(path))
+        return json.loads(path.read_text())
