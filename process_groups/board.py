@@ -38,6 +38,7 @@ class Ring:
 
     def __init__(self, memory: memoryview, num_slots: int) -> None:
         self._memory, self._num_slots = memory, num_slots
+        self._num_finished = 0
 
     @staticmethod
     def size(num_slots: int) -> int:
@@ -53,31 +54,30 @@ class Ring:
 
     def post(self, number: int, text: str) -> None:
         """Write down the next call."""
-        at, data = self._slot(number), text[:_TEXT].encode()
+        at, data = 16 + number % self._num_slots * _SLOT, text[:_TEXT].encode()
         self._memory[at + 10 : at + 10 + len(data)] = data
         _SLOT_HEAD.pack_into(self._memory, at, number, len(data))
         _NUMBER.pack_into(self._memory, 0, number)
 
     def finish(self) -> None:
-        _NUMBER.pack_into(self._memory, 8, self.finished + 1)
+        self._num_finished += 1
+        _NUMBER.pack_into(self._memory, 8, self._num_finished)
 
     def read(self, number: int) -> str | None:
         """What was called as `number`; None when not yet, or when the ring has gone on."""
-        at = self._slot(number)
+        at = 16 + number % self._num_slots * _SLOT
         found, length = _SLOT_HEAD.unpack_from(self._memory, at)
         return bytes(self._memory[at + 10 : at + 10 + length]).decode() if found == number else None
 
     def differs(self, number: int, text: str) -> str | None:
         """The other text that stands there as `number`, if one does."""
-        mine = text[:_TEXT]
-        if self.read(number) in (None, mine):
+        at, mine = 16 + number % self._num_slots * _SLOT, text[:_TEXT]
+        found, length = _SLOT_HEAD.unpack_from(self._memory, at)
+        if found != number or self._memory[at + 10 : at + 10 + length] == mine.encode():
             return None
         time.sleep(0.001)  # a CPU with weaker ordering than x86 may show the number before the text
         other = self.read(number)
         return None if other == mine else other
-
-    def _slot(self, number: int) -> int:
-        return 16 + number % self._num_slots * _SLOT
 
 
 class Page:

@@ -122,7 +122,7 @@ class _Arrival:
     def __init__(self, outcome: Future[None]) -> None:
         self._outcome = outcome
 
-    def wait_briefly(self, seconds: float) -> bool:
+    def ended_well(self, seconds: float) -> bool:
         return self._outcome.done()
 
     def exception(self) -> None:

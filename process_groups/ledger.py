@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from process_groups.board import Page, Pulse, Ring
-from process_groups.transport import Call, Place, last_call, mismatch, peer_lost
+from process_groups.transport import POINT_TO_POINT, Call, Place, last_call, mismatch, peer_lost
 from runtime.errors import CommunicationError, Mismatch
 
 
@@ -30,12 +30,14 @@ class Ledger:
         assert own is not None
         self._own = own
         self._seen = [(i, m) for i, m in enumerate(members) if i != me and m.page is not None]
+        self._collective_rings = own.collectives, [(i, m.page.collectives) for i, m in self._seen if m.page]
 
     def post(self, call: Call) -> None:
         """Write down a call; raises Mismatch where a peer has already called something else in its place."""
-        self._mine(call).post(call.number, call.terms)
-        for index, _ in self._partners(call):
-            other = self._theirs(call, index).differs(call.number, call.terms)
+        mine, theirs = self._collective_rings if call.kind not in POINT_TO_POINT else self._pair_rings(call)
+        mine.post(call.number, call.terms)
+        for index, ring in theirs:
+            other = ring.differs(call.number, call.terms)
             if other is not None:
                 raise self.mismatch(call, index, other)
 
@@ -44,7 +46,7 @@ class Ledger:
         return mismatch(self._group_name, call, me, other, their_terms)
 
     def finished(self, call: Call) -> None:
-        self._mine(call).finish()
+        (self._own.collectives if call.kind not in POINT_TO_POINT else self._mine(call)).finish()
 
     def trouble(self, call: Call) -> CommunicationError | None:
         """Why `call` will never end: a peer gave the group up, died, or left without making the call."""
@@ -98,6 +100,9 @@ class Ledger:
     def _partners(self, call: Call) -> list[tuple[int, Member]]:
         """The peers in shared memory that must make the call too."""
         return [(i, m) for i, m in self._seen if i == call.peer] if call.is_point_to_point else self._seen
+
+    def _pair_rings(self, call: Call) -> tuple[Ring, list[tuple[int, Ring]]]:
+        return self._mine(call), [(index, self._theirs(call, index)) for index, _ in self._partners(call)]
 
     def _mine(self, call: Call) -> Ring:
         if not call.is_point_to_point:

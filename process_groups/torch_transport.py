@@ -151,7 +151,7 @@ class TorchTransport:
 
         def release() -> None:
             for completion in under_way:
-                completion.wait_briefly(BACKSTOP)
+                completion.ended_well(BACKSTOP)
             backend.clear()
 
         released = self._threads.submit(release)
@@ -166,13 +166,17 @@ class TorchCompletion:
     def __init__(self, work: TorchWork) -> None:
         self._work = work
 
-    def wait_briefly(self, seconds: float) -> bool:
-        end = time.perf_counter() + seconds
-        while not self._work.is_completed():
-            if time.perf_counter() > end:
+    def ended_well(self, seconds: float) -> bool:
+        is_completed, now, give_way = self._work.is_completed, time.perf_counter, os.sched_yield
+        end = now() + seconds
+        while not is_completed():
+            if now() > end:
                 return False
-            os.sched_yield()  # gloo's threads need the core more than we do
-        return True
+            give_way()  # gloo's threads need the core more than we do
+        try:
+            return self._work.wait()
+        except RuntimeError:
+            return False
 
     def exception(self) -> CommunicationError | None:
         try:
@@ -192,12 +196,11 @@ class ThreadCompletion:
     def __init__(self, future: Future[None]) -> None:
         self._future = future
 
-    def wait_briefly(self, seconds: float) -> bool:
+    def ended_well(self, seconds: float) -> bool:
         try:
-            self._future.exception(seconds)
+            return self._future.exception(seconds) is None
         except TimeoutError:
             return False
-        return True
 
     def exception(self) -> CommunicationError | None:
         error = self._future.exception()

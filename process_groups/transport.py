@@ -107,8 +107,8 @@ def last_call(terms: str | None, number: int) -> str:
 class Completion(Protocol):
     """The end of one started call."""
 
-    def wait_briefly(self, seconds: float) -> bool:
-        """Whether the call has ended; may wait this long where that costs less than a hand-over."""
+    def ended_well(self, seconds: float) -> bool:
+        """Whether the call has ended without error; may wait so long where that costs less than a hand-over."""
 
     def exception(self) -> BaseException | None:
         """What went wrong, once done. A transport raises CommunicationError only."""

@@ -68,9 +68,8 @@ class Work:
 
     def _ends_inline(self) -> bool:
         """A short attempt on the spot."""
-        completion = self._completion
-        assert completion is not None
-        if not completion.wait_briefly(_INLINE) or completion.exception() is not None:
+        assert self._completion is not None
+        if not self._completion.ended_well(_INLINE):
             return False
         self.end_well()
         return True
