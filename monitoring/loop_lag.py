@@ -1,14 +1,11 @@
-"""How late the event loop runs its timers: measured in every rank, merged and exported for the run."""
+"""How late the event loop runs its timers, measured in every rank."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 BOUNDS = (0.0005, 0.001, 0.002, 0.005, 0.010, 0.020, 0.050, 0.100, 0.250, 1.0, float("inf"))
 INTERVAL = 0.05  # seconds: 20 wake-ups a second cost eight ranks on two cores under 1 %
@@ -73,36 +70,3 @@ class LagMeter:
     def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-
-
-class LoopLagCollector(Collector):
-    """`parallel3d_event_loop_lag_seconds` over all ranks, and each rank's worst as a gauge."""
-
-    def __init__(self) -> None:
-        self._by_rank: dict[int, LagHistogram] = {}
-
-    def update(self, rank: int, histogram: LagHistogram) -> None:
-        """Take a rank's totals since its start."""
-        self._by_rank[rank] = histogram
-
-    def collect(self) -> Iterable[Metric]:
-        ranks = dict(self._by_rank)  # a scrape runs in another thread
-        counts = [sum(column) for column in zip(*(h.counts for h in ranks.values()), strict=True)] or [0] * len(BOUNDS)
-        running, buckets = 0, []
-        for bound, count in zip(BOUNDS, counts, strict=True):
-            running += count
-            buckets.append(("+Inf" if bound == float("inf") else str(bound), running))
-        yield HistogramMetricFamily(
-            "parallel3d_event_loop_lag_seconds",
-            "How late the ranks' event loops ran their timers.",
-            buckets=buckets,
-            sum_value=sum(h.total for h in ranks.values()),
-        )
-        worst = GaugeMetricFamily(
-            "parallel3d_event_loop_lag_worst_seconds",
-            "The latest timer of a rank's event loop since the rank started.",
-            labels=["rank"],
-        )
-        for rank, histogram in sorted(ranks.items()):
-            worst.add_metric([str(rank)], histogram.worst)
-        yield worst
