@@ -21,12 +21,13 @@ import torch
 from common import launch_for_result, median, options, show
 
 import parallel3d
+from process_groups.backends import TorchBackend
 
 NUM_RANKS = 2
 BLOCK = 50
 
 
-def raw_block(backend, tensor: torch.Tensor) -> list[float]:
+def raw_block(backend: TorchBackend, tensor: torch.Tensor) -> list[float]:
     times = []
     for _ in range(BLOCK):
         start = time.perf_counter()
@@ -83,8 +84,12 @@ async def run_rank(quick: bool, path: str) -> None:
     async with parallel3d.mesh(dp=NUM_RANKS, threads=1) as mesh:
         overhead = await measure_overhead(mesh, 4 if quick else 40)
         lag = await measure_lag(mesh, 1.0 if quick else 10.0)
-        if mesh.rank == 0:
-            Path(path).write_text(json.dumps({"overhead": overhead, "loop_lag": lag}))
+    if mesh.rank == 0:
+        leave(path, {"overhead": overhead, "loop_lag": lag})
+
+
+def leave(path: str, result: object) -> None:
+    Path(path).write_text(json.dumps(result))
 
 
 def main() -> None:

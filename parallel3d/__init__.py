@@ -54,7 +54,7 @@ _HOME = {
     ),
 }
 
-__all__ = sorted(_HOME)  # noqa: PLE0604
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401

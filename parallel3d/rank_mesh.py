@@ -8,13 +8,11 @@ import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
 from monitoring.loop_lag import LagHistogram, LagMeter
-
-from parallel3d.config import RunConfig, load_config
 from process_groups.group import Group
 from process_groups.in_process import InProcessWorld
 from process_groups.manager import Formation, MeshPlan, form, form_in_process
@@ -24,53 +22,74 @@ from runtime.environment import RankEnvironment, read_environment
 from runtime.errors import Coords, InvalidCall, PeerLost, name_rank
 from runtime.threads import DaemonThreads
 
+if TYPE_CHECKING:
+    from parallel3d.config import RunConfig
+
 T = TypeVar("T")
+Place = tuple[InProcessWorld, int]
 
 _REPORT_INTERVAL = 1.0  # seconds between two reports of the event loop's lag to the launcher
-_place_in_process: contextvars.ContextVar[tuple[InProcessWorld, int] | None] = contextvars.ContextVar(
-    "place_in_process", default=None
-)
+_place_in_process: contextvars.ContextVar[Place | None] = contextvars.ContextVar("place_in_process", default=None)
 
 
 def mesh(
     config: str | Path | RunConfig | None = None,
     *,
-    dp: int | None = None,
-    tp: int | None = None,
-    pp: int | None = None,
-    order: str | Sequence[Sequence[int]] | None = None,
-    backend: str | None = None,
-    timeout: float | None = None,
-    startup_timeout: float | None = None,
+    dp: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    order: str | Sequence[Sequence[int]] = "auto",
+    backend: str = "auto",
+    timeout: float = 30.0,
+    startup_timeout: float = 120.0,
     threads: int | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> Mesh:
     """A mesh of all started ranks, to be entered with `async with`.
 
-    Give sizes (`mesh(dp=2, tp=2, pp=2)`) or a YAML file (`mesh("run.yaml", overrides={"parallel.pp": 4})`). Sizes
-    left out are 1. Checked at once: a mesh that the started ranks can't fill raises here.
+    Give sizes (`mesh(dp=2, tp=2, pp=2)`; what is left out is 1) or a YAML file, where the file says all the rest
+    (`mesh("run.yaml", overrides={"parallel.pp": 4})`). A mesh that the started ranks can't fill is refused here.
     """
-    given = {"parallel.dp": dp, "parallel.tp": tp, "parallel.pp": pp, "parallel.order": order,
-             "comm.backend": backend, "comm.timeout": timeout, "comm.startup_timeout": startup_timeout,
-             "runtime.threads": threads}  # fmt: skip
-    given = {key: value for key, value in given.items() if value is not None}
     place = _place_in_process.get()
     environment = read_environment() if place is None else RankEnvironment(place[1], place[0].size)
-    if isinstance(config, RunConfig):
-        if given or overrides:
-            raise InvalidCall("mesh: a RunConfig is complete; load the file with overrides instead.")
-        return Mesh(config, environment, place)
-    settings = load_config(
-        config,
-        overrides={**(overrides or {}), **given},
-        world_size=environment.world_size,
-        for_training=config is not None,
+    rows = order if isinstance(order, str) else tuple(Coords(*row) for row in order)
+    plan = MeshPlan(dp, tp, pp, rows, backend, timeout, startup_timeout)
+    if config is None:
+        if overrides:
+            raise InvalidCall("mesh: overrides change a YAML file, and none is given.")
+        return Mesh(plan, threads, environment, place)
+    if plan != MeshPlan() or threads is not None:
+        raise InvalidCall("mesh: give sizes or a YAML file, not both; change the file's values with overrides.")
+    return _configured_mesh(config, overrides or {}, environment, place)
+
+
+def _configured_mesh(
+    config: str | Path | RunConfig,
+    overrides: Mapping[str, Any],
+    environment: RankEnvironment,
+    place: Place | None,
+) -> Mesh:
+    from parallel3d.config import RunConfig, load_config  # pydantic takes a while, and sizes don't need it
+
+    if not isinstance(config, RunConfig):
+        config = load_config(config, overrides=overrides, world_size=environment.world_size)
+    elif overrides:
+        raise InvalidCall("mesh: a RunConfig is complete; load its file with overrides instead.")
+    order = config.parallel.order
+    plan = MeshPlan(
+        dp=config.parallel.dp,
+        tp=config.parallel.tp,
+        pp=config.parallel.pp,
+        order=order if isinstance(order, str) else tuple(Coords(*row) for row in order),
+        backend=config.comm.backend,
+        timeout=config.comm.timeout,
+        startup_timeout=config.comm.startup_timeout,
     )
-    return Mesh(settings, environment, place)
+    return Mesh(plan, config.runtime.threads, environment, place, config)
 
 
 class Mesh:
-    """This rank's view of the mesh. Attributes other than `config` exist once it is entered."""
+    """This rank's view of the mesh, there once it is entered. `config` is None where only sizes were given."""
 
     rank: int
     world_size: int
@@ -84,12 +103,16 @@ class Mesh:
     """The host of each rank."""
 
     def __init__(
-        self, config: RunConfig, environment: RankEnvironment, place: tuple[InProcessWorld, int] | None
+        self,
+        plan: MeshPlan,
+        threads: int | None,
+        environment: RankEnvironment,
+        place: Place | None = None,
+        config: RunConfig | None = None,
     ) -> None:
+        plan.check_world_size(environment.world_size)
         self.config = config
-        self._environment, self._place = environment, place
-        self._plan = _plan_of(config)
-        self._plan.check_world_size(environment.world_size)
+        self._plan, self._threads, self._environment, self._place = plan, threads, environment, place
         self._formation: Formation | None = None
         self._engine = DaemonThreads("parallel3d-engine", limit=1)
         self._lag = LagMeter()
@@ -104,7 +127,11 @@ class Mesh:
             self._formation = await form(self._plan, self._environment)
         else:
             self._formation = form_in_process(self._plan, *self._place)
-        self.rank, self.topology, self.hosts = self._formation.rank, self._formation.topology, self._formation.hosts
+        self.rank, self.topology, self.hosts = (
+            self._formation.rank,
+            self._formation.topology,
+            self._formation.hosts,
+        )
         self.world_size, self.coords = self.topology.world_size, self.topology.coords(self.rank)
         for name, group in self._formation.groups.items():
             setattr(self, name, group)
@@ -148,19 +175,16 @@ class Mesh:
         return self._lag.histogram
 
     def _set_threads(self) -> None:
-        threads = self.config.runtime.threads
-        if threads is None and "OMP_NUM_THREADS" in os.environ:
+        if self._threads is None and "OMP_NUM_THREADS" in os.environ:
             return  # the launcher, or the user, has decided
         cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(threads or max(1, cores // self._environment.local_world_size))
+        torch.set_num_threads(self._threads or max(1, cores // self._environment.local_world_size))
 
     def _farewell(self, error: BaseException) -> PeerLost:
         """What peers are told that still wait for this rank."""
         why = "was cancelled" if isinstance(error, asyncio.CancelledError) else f"failed with {type(error).__name__}"
         text = "" if isinstance(error, asyncio.CancelledError) else f": {error}"
-        return PeerLost(
-            f"{name_rank(self.rank, self.coords)} {why}{text}", rank=self.rank, coords=self.coords
-        )
+        return PeerLost(f"{name_rank(self.rank, self.coords)} {why}{text}", rank=self.rank, coords=self.coords)
 
     def _report_lag(self) -> None:
         self._send_lag()
@@ -169,19 +193,6 @@ class Mesh:
     def _send_lag(self) -> None:
         assert self._control is not None
         self._control.send("loop_lag", **self._lag.histogram.to_wire())
-
-
-def _plan_of(config: RunConfig) -> MeshPlan:
-    order = config.parallel.order
-    return MeshPlan(
-        dp=config.parallel.dp,
-        tp=config.parallel.tp,
-        pp=config.parallel.pp,
-        order=order if isinstance(order, str) else tuple(Coords(*row) for row in order),
-        backend=config.comm.backend,
-        timeout=config.comm.timeout,
-        startup_timeout=config.comm.startup_timeout,
-    )
 
 
 async def in_process(main: Callable[[], Coroutine[Any, Any, T]], ranks: int) -> list[T]:

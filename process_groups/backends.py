@@ -21,7 +21,13 @@ from process_groups.transport import Call
 from runtime.environment import InheritedFile, Nowhere, PrivateFile, RankEnvironment, StoreServer
 from runtime.errors import LaunchError
 
-_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.AVG,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+BACKENDS = ("auto", "gloo", "nccl")
 BACKSTOP = 5.0  # seconds: our own deadline comes first and names the rank; this one frees the backend's thread
 
 
@@ -61,6 +67,21 @@ class TorchWork(Protocol):
     def get_future(self) -> Any: ...  # noqa: ANN401
 
 
+class TorchBackend(Protocol):
+    """The part of torch.distributed's backends that we use."""
+
+    def allreduce(self, tensors: list[torch.Tensor], options: object) -> TorchWork: ...
+    def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, options: object) -> TorchWork: ...
+    def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, options: object) -> TorchWork: ...
+    def broadcast(self, tensors: list[torch.Tensor], options: object) -> TorchWork: ...
+    def alltoall_base(
+        self, output: torch.Tensor, source: torch.Tensor, out_sizes: list[int], in_sizes: list[int], options: object
+    ) -> TorchWork: ...
+    def barrier(self, options: object) -> TorchWork: ...
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> TorchWork: ...
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> TorchWork: ...
+
+
 def choose_backend(wanted: str) -> str:
     """`auto`: nccl where this process has a CUDA device, else gloo."""
     if wanted != "auto":
@@ -76,7 +97,7 @@ def device_of(backend: str, local_rank: int) -> torch.device:
 class OpenBackend:
     """A torch backend whose members have met."""
 
-    backend: Any
+    backend: TorchBackend
     connections: Connections
 
 
@@ -84,15 +105,19 @@ def open_backend(
     kind: str, store: dist.Store, rank: int, size: int, *, loopback: str | None, timeout: float
 ) -> OpenBackend:
     """Meet the other members of one group. `loopback`: the address to use where all of them are on this host."""
+    limit = timedelta(seconds=timeout)
+    backend: Any  # torch's stubs say less than its backends do
     if kind == "nccl":
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=timeout)
-        return OpenBackend(dist.ProcessGroupNCCL(store, rank, size, options), Connections())
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=timeout)
+        options._timeout = limit
+        backend = dist.ProcessGroupNCCL(store, rank, size, options)
+        return OpenBackend(backend, Connections())
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = limit
     if loopback is not None:  # nothing listens beyond this host
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=loopback)]
-        return OpenBackend(dist.ProcessGroupGloo(store, rank, size, options), Connections(loopback))
+        backend = dist.ProcessGroupGloo(store, rank, size, options)
+        return OpenBackend(backend, Connections(loopback))
     before = listening_endpoints()
     options._devices = [_network_device()]
     mine = listening_endpoints() - before
@@ -107,31 +132,29 @@ def _network_device() -> Any:  # noqa: ANN401
     return dist.ProcessGroupGloo.create_default_device()
 
 
-def issue(backend: Any, call: Call, tag: int) -> TorchWork:  # noqa: ANN401
+def issue(backend: TorchBackend, call: Call, tag: int) -> TorchWork:
     """Hand one call to a torch backend; returns at once. A send meets the receive that has the same tag."""
-    source, target = call.source, call.target
-    match call.kind:
-        case "all_reduce":
+    match call:
+        case Call(kind="all_reduce", target=torch.Tensor() as target):
             return backend.allreduce([target], _options(dist.AllreduceOptions, call.timeout, op=call.op))
-        case "reduce_scatter":
+        case Call(kind="reduce_scatter", source=torch.Tensor() as source, target=torch.Tensor() as target):
             options = _options(dist.ReduceScatterOptions, call.timeout, op=call.op)
             return backend._reduce_scatter_base(target, source, options)
-        case "all_gather":
+        case Call(kind="all_gather", source=torch.Tensor() as source, target=torch.Tensor() as target):
             options = _options(c10d.AllgatherOptions, call.timeout)
             return backend._allgather_base(_as_bytes(target), _as_bytes(source), options)
-        case "broadcast":
-            options = _options(dist.BroadcastOptions, call.timeout, root=call.peer)
-            return backend.broadcast([_as_bytes(target)], options)
-        case "all_to_all":
+        case Call(kind="broadcast", target=torch.Tensor() as target):
+            return backend.broadcast([_as_bytes(target)], _options(dist.BroadcastOptions, call.timeout, root=call.peer))
+        case Call(kind="all_to_all", source=torch.Tensor() as source, target=torch.Tensor() as target):
             options = _options(dist.AllToAllOptions, call.timeout)
             return backend.alltoall_base(_as_bytes(target), _as_bytes(source), [], [], options)
-        case "barrier":
+        case Call(kind="barrier"):
             return backend.barrier(_options(dist.BarrierOptions, call.timeout))
-        case "send":
-            return backend.send([_as_bytes(source)], call.peer, tag)
-        case "recv":
-            return backend.recv([_as_bytes(target)], call.peer, tag)
-    raise AssertionError(call.kind)
+        case Call(kind="send", source=torch.Tensor() as source, peer=int() as peer):
+            return backend.send([_as_bytes(source)], peer, tag)
+        case Call(kind="recv", target=torch.Tensor() as target, peer=int() as peer):
+            return backend.recv([_as_bytes(target)], peer, tag)
+    raise AssertionError(call)
 
 
 @lru_cache(maxsize=1024)  # torch copies them, and making them costs as much as a small call's own work
@@ -145,7 +168,6 @@ def _options(kind: type[Any], timeout: float, *, op: str | None = None, root: in
     return options
 
 
-def _as_bytes(tensor: torch.Tensor | None) -> torch.Tensor:
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Moving bytes needs no knowledge of their dtype, so bool and complex work as well as float."""
-    assert tensor is not None
     return tensor.reshape(-1).view(torch.uint8)

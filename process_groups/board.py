@@ -120,7 +120,9 @@ class Page:
     def broken_by(self) -> CommunicationError | None:
         """Why the owner gave the group up."""
         state, length = _NOTE_HEAD.unpack_from(self._memory, 0)
-        return CommunicationError.from_wire(json.loads(bytes(self._memory[8 : 8 + length]))) if state == _BROKEN else None
+        return (
+            CommunicationError.from_wire(json.loads(bytes(self._memory[8 : 8 + length]))) if state == _BROKEN else None
+        )
 
 
 class Segment:

@@ -51,7 +51,9 @@ def listening_endpoints() -> set[Endpoint]:
     return found
 
 
-def exchange_endpoints(store: dist.Store, me: int, size: int, mine: set[Endpoint], timeout: float) -> frozenset[Endpoint]:
+def exchange_endpoints(
+    store: dist.Store, me: int, size: int, mine: set[Endpoint], timeout: float
+) -> frozenset[Endpoint]:
     """Tell the other ranks of a group where this one listens, and learn where they do."""
     store.set(f"endpoints/{me}", json.dumps(sorted(mine)))
     keys = [f"endpoints/{i}" for i in range(size)]

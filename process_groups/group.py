@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,7 +13,16 @@ from process_groups.work import CopyBack, Work
 from runtime.errors import CommunicationError, Coords, DeadlineExceeded, GroupClosed, InvalidCall, name_rank
 
 REDUCIBLE = frozenset(
-    (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.int8, torch.uint8)
+    (
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int32,
+        torch.int64,
+        torch.int8,
+        torch.uint8,
+    )
 )
 STRATEGIES = ("default",)
 
@@ -285,7 +295,7 @@ class Group:
         if self._closed is None:
             self._closed = GroupClosed("this rank has left the mesh")
         if self._transport is not None:
-            await self._transport.close(self.timeout)
+            await self._transport.close(time.monotonic() + self.timeout)
 
 
 def _note_overwritten(tensor: torch.Tensor) -> None:

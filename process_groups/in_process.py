@@ -112,7 +112,7 @@ class InProcessTransport:
         if self._exchange.broken is None:
             self._exchange.broken = error
 
-    async def close(self, timeout: float) -> None:
+    async def close(self, deadline: float) -> None:
         self._exchange.left.add(self._me)
 
 
@@ -134,7 +134,8 @@ class _Arrival:
 
 def carry_out(calls: list[Call]) -> None:
     """Do what all ranks together asked for. Sums go in rank order, 16-bit floats are added up in float32."""
-    sources = [call.source.clone() if call.source is call.target else call.source for call in calls if call.source is not None]  # fmt: skip
+    # Copies: a target may be a source too.
+    sources = [call.source.clone() for call in calls if call.source is not None]
     targets = [call.target for call in calls if call.target is not None]
     match calls[0].kind:
         case "all_reduce":

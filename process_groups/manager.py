@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from process_groups.backends import choose_backend, device_of, open_backend, open_store
-from process_groups.connections import loopback_address
+from process_groups.backends import BACKENDS, choose_backend, device_of, open_backend, open_store
 from process_groups.board import Pulse, Segment
+from process_groups.connections import loopback_address
 from process_groups.group import Group
 from process_groups.in_process import CPU, InProcessWorld
 from process_groups.ledger import Member
@@ -25,7 +25,7 @@ from process_groups.topology import AXES, Topology, auto_order
 from process_groups.torch_transport import TorchTransport, translate
 from process_groups.transport import Place
 from runtime.environment import PrivateFile, RankEnvironment
-from runtime.errors import CommunicationError, Coords, DeadlineExceeded, LaunchError, Mismatch
+from runtime.errors import CommunicationError, Coords, DeadlineExceeded, InvalidCall, LaunchError, Mismatch
 from runtime.threads import DaemonThreads
 
 GROUP_NAMES = ("world", *AXES)
@@ -42,6 +42,15 @@ class MeshPlan:
     backend: str = "auto"
     timeout: float = 30.0
     startup_timeout: float = 120.0
+
+    def __post_init__(self) -> None:
+        self.topology(1)  # checks sizes and order
+        if self.backend not in BACKENDS:
+            raise InvalidCall(f"backend = {self.backend!r}: give one of {', '.join(BACKENDS)}.")
+        for name in ("timeout", "startup_timeout"):
+            seconds = getattr(self, name)
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= 1e9:
+                raise InvalidCall(f"{name} = {seconds!r}: give seconds, more than 0.")
 
     def topology(self, ranks_per_host: int) -> Topology:
         if isinstance(self.order, tuple):
@@ -86,8 +95,10 @@ class Formation:
 
     def release(self) -> None:
         """Unmap the peers. Their waiting ends with their groups, so this comes last."""
-        for thing in (*self._segments, *self._pulses):
-            thing.close()
+        for segment in self._segments:
+            segment.close()
+        for pulse in self._pulses:
+            pulse.close()
 
 
 def ranks_of(topology: Topology, name: str, rank: int) -> tuple[int, ...]:
@@ -103,9 +114,7 @@ def form_in_process(plan: MeshPlan, world: InProcessWorld, rank: int) -> Formati
         ranks = ranks_of(topology, name, rank)
         me = ranks.index(rank)
         transport = world.transport(number, name, ranks, me, topology.coords) if len(ranks) > 1 else None
-        groups[name] = Group(
-            name, ranks, me, transport, coords_of=topology.coords, timeout=plan.timeout, device=CPU
-        )
+        groups[name] = Group(name, ranks, me, transport, coords_of=topology.coords, timeout=plan.timeout, device=CPU)
     return Formation(rank, topology, (socket.gethostname(),) * world.size, groups)
 
 
@@ -183,7 +192,8 @@ class _Former:
             missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
             raise DeadlineExceeded(
                 f"start-up: {'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing[:20])} of {self._size} did "
-                f"not come within {self._plan.startup_timeout:g} s. Look at their output, or raise comm.startup_timeout.",
+                f"not come within {self._plan.startup_timeout:g} s. "
+                "Look at their output, or raise comm.startup_timeout.",
                 rank=int(missing[0]) if missing else None,
                 action="start-up",
             ) from error
@@ -204,13 +214,15 @@ class _Former:
     def _map_peers(
         self, greetings: Sequence[dict[str, Any]], own: Segment
     ) -> tuple[list[Segment | None], list[Pulse | None]]:
-        """"The same host" means "I can map its segment": namespaces share host names, containers may not share pids."""
+        """On one host means: its segment can be mapped. Namespaces share host names, containers may not share pids."""
         segments: list[Segment | None] = []
         pulses: list[Pulse | None] = []
         mine = greetings[self._rank]
         for rank, greeting in enumerate(greetings):
             apart = mine["host_is_given"] and greeting["host"] != mine["host"]
-            segment = own if rank == self._rank else None if apart else Segment.open(greeting["segment"], self._group_sizes)
+            segment = (
+                own if rank == self._rank else None if apart else Segment.open(greeting["segment"], self._group_sizes)
+            )
             segments.append(segment)
             pid = int(greeting["segment"].split("/")[0])
             pulses.append(Pulse(pid) if segment is not None and rank != self._rank else None)
@@ -238,12 +250,16 @@ class _Former:
                 members.append(Member(places[rank], segment.pages[index] if segment else None, pulses[rank]))
             group_store = dist.PrefixStore(f"{name}/{ranks[0]}", store)
             transport = self._connect(kind, group_store, name, members, me, device)
-        return Group(
-            name, ranks, me, transport, coords_of=topology.coords, timeout=self._plan.timeout, device=device
-        )
+        return Group(name, ranks, me, transport, coords_of=topology.coords, timeout=self._plan.timeout, device=device)
 
     def _connect(
-        self, kind: str, store: dist.Store, name: str, members: Sequence[Member], me: int, device: torch.device
+        self,
+        kind: str,
+        store: dist.Store,
+        name: str,
+        members: Sequence[Member],
+        me: int,
+        device: torch.device,
     ) -> TorchTransport:
         one_host = all(member.page is not None for member in members)
         loopback = loopback_address(f"{self._nonce} {name} {members[0].place.rank}") if one_host else None

@@ -22,7 +22,7 @@ def auto_order(tp: int, pp: int, ranks_per_host: int) -> str:
 class Topology:
     """rank ↔ (dp, tp, pp), for an order string such as `dp-tp-pp` (slowest to fastest) or a table.
 
-    2 × 2 × 2 in the order dp-tp-pp:
+    2 x 2 x 2 in the order dp-tp-pp:
 
     rank     0    1    2    3    4    5    6    7
     dp tp pp 000  001  010  011  100  101  110  111

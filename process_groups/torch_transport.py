@@ -8,15 +8,16 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from process_groups.backends import BACKSTOP, OpenBackend, TorchWork, issue
+from process_groups.backends import BACKSTOP, OpenBackend, TorchBackend, TorchWork, issue
 from process_groups.ledger import Ledger, Member
 from process_groups.store_notes import StoreNotes
 from process_groups.transport import Call, Completion
-from runtime.errors import CommunicationError, DeadlineExceeded, PeerLost
+from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, PeerLost
 from runtime.threads import DaemonThreads
 
 _TERMS = 256  # bytes in which ranks on different hosts compare a call
@@ -50,7 +51,8 @@ class TorchTransport:
         device: torch.device,
     ) -> None:
         self.name, self.device = kind, device
-        self._backend, self._connections = opened.backend, opened.connections
+        self._backend: TorchBackend | None = opened.backend
+        self._connections = opened.connections
         self._under_way: dict[Call, Completion] = {}
         self._released: Future[None] | None = None
         self._members, self._me = members, me
@@ -79,17 +81,23 @@ class TorchTransport:
     def _issue(self, call: Call) -> Completion:
         if call.is_empty:
             return _ENDED
-        work = issue(self._backend, call, tag=2 * call.number)
+        work = self._hand_over(call, tag=2 * call.number)
         if self.device.type == "cpu" and call.kind not in _WITHOUT_FUTURE:
             return TorchCompletion(work)
         # NCCL's futures are ready before the device is.
         return ThreadCompletion(self._threads.submit(_wait_for, work, call.timeout, self.device))
 
+    def _hand_over(self, call: Call, tag: int) -> TorchWork:
+        backend = self._backend
+        if backend is None:  # a thread of ours may come late
+            raise GroupClosed("the group was given up")
+        return issue(backend, call, tag)
+
     def _check_then_issue(self, call: Call, outcome: Future[None]) -> None:
         try:
             header = self._compare_across_hosts(call)
             # gloo forgets a send whose Work is gone: the header's lives until the call has ended.
-            self._issue(call).add_done_callback(lambda ended, _=header: _hand_on(ended.exception(), outcome))
+            self._issue(call).add_done_callback(partial(_hand_on, outcome, header))
         except BaseException as error:
             outcome.set_exception(translate(error))
 
@@ -99,7 +107,7 @@ class TorchTransport:
         mine = torch.frombuffer(bytearray(terms), dtype=torch.uint8)
         if call.kind == "send":
             header = Call("send", mine, peer=call.peer, timeout=call.timeout)
-            return issue(self._backend, header, tag=2 * call.number + 1)
+            return self._hand_over(header, tag=2 * call.number + 1)
         if call.kind == "recv":
             senders, theirs = [call.peer], torch.empty(_TERMS, dtype=torch.uint8)
             header = Call("recv", target=theirs, peer=call.peer, timeout=call.timeout)
@@ -108,8 +116,8 @@ class TorchTransport:
             theirs = torch.empty(len(senders) * _TERMS, dtype=torch.uint8)
             header = Call("all_gather", mine, theirs, timeout=call.timeout)
         limit = timedelta(seconds=call.timeout + BACKSTOP)
-        issue(self._backend, header, tag=2 * call.number + 1).wait(limit)
-        for sender, other in zip(senders, theirs.split(_TERMS), strict=True):
+        self._hand_over(header, tag=2 * call.number + 1).wait(limit)
+        for sender, other in zip(senders, theirs.reshape(-1, _TERMS), strict=True):
             text = bytes(other.tolist())
             if sender is not None and text != terms:
                 raise self._ledger.mismatch(call, sender, text.decode().rstrip())
@@ -134,12 +142,11 @@ class TorchTransport:
         self._connections.cut()
         self._released = self._release()
 
-    async def close(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
+    async def close(self, deadline: float) -> None:
         if self._released is None:
             if self._notes is not None:
                 await self._notes.farewell(deadline)
-            await self._ledger.farewell(deadline - time.monotonic())
+            await self._ledger.farewell(deadline)
             self._ledger.close(None)
             self._released = self._release()
         await asyncio.wait([asyncio.wrap_future(self._released)], timeout=max(0.0, deadline - time.monotonic()))
@@ -219,7 +226,9 @@ def _ended_future() -> Future[None]:
 _ENDED = ThreadCompletion(_ended_future())
 
 
-def _hand_on(error: BaseException | None, outcome: Future[None]) -> None:
+def _hand_on(outcome: Future[None], header: TorchWork | None, ended: Completion) -> None:
+    """Pass on how a call ended. `header` is here only to live until now."""
+    error = ended.exception()
     if error is None:
         outcome.set_result(None)
     else:

@@ -17,7 +17,11 @@ POINT_TO_POINT = frozenset(("send", "recv"))
 
 @lru_cache(maxsize=4096)
 def describe_terms(
-    kind: str, op: str | None = None, peer: int | None = None, dtype: torch.dtype | None = None, shape: tuple[int, ...] = ()
+    kind: str,
+    op: str | None = None,
+    peer: int | None = None,
+    dtype: torch.dtype | None = None,
+    shape: tuple[int, ...] = (),
 ) -> str:
     """What the ranks must agree on, as the same text on each: `all_reduce(sum) of float32 (4, 5)`."""
     what = "" if dtype is None else f"{str(dtype)[6:]} {tuple(shape)}"
@@ -142,5 +146,5 @@ class Transport(Protocol):
     def abort(self, error: CommunicationError) -> None:
         """Give the group up and tell the peers why. Calls under way end soon, in whatever way."""
 
-    async def close(self, timeout: float) -> None:
-        """Leave in peace: wait until the peers have all they need from this rank."""
+    async def close(self, deadline: float) -> None:
+        """Leave in peace: wait until the peers have all they need from this rank, at most until this moment."""

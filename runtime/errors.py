@@ -89,7 +89,11 @@ class CommunicationError(Parallel3DError):
         kind = CommunicationError.kinds.get(fields["kind"], CommunicationError)
         coords = Coords(*fields["coords"]) if fields["coords"] is not None else None
         return kind(
-            fields["message"], rank=fields["rank"], coords=coords, step=fields["step"], action=fields["action"]
+            fields["message"],
+            rank=fields["rank"],
+            coords=coords,
+            step=fields["step"],
+            action=fields["action"],
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

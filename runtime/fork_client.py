@@ -30,30 +30,34 @@ main()
 
 
 class ForkClient:
-    """One running fork server. Its requests never wait: they are few and small."""
+    """One running fork server, which imports `preload` at once. Its requests never wait: few and small."""
 
-    def __init__(self, job: Job, environment: Mapping[str, str]) -> None:
+    def __init__(self, preload: Sequence[str], environment: Mapping[str, str]) -> None:
         self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        job_fd = os.memfd_create("parallel3d-job")
+        self._job = os.memfd_create("parallel3d-job")  # a script's arguments may be longer than a record
         try:
-            os.write(job_fd, job.to_json())
-            os.lseek(job_fd, 0, os.SEEK_SET)
             self.process = subprocess.Popen(
-                _command(theirs.fileno(), job_fd),
+                _command(theirs.fileno(), self._job, preload),
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what an import prints is not the ranks' data
                 env=environment,
-                pass_fds=(theirs.fileno(), job_fd),
+                pass_fds=(theirs.fileno(), self._job),
                 start_new_session=True,  # the terminal's Ctrl-C is for the launcher alone
             )
         except OSError as error:
             self.connection.close()
+            os.close(self._job)
             raise LaunchError(f"the fork server could not be started: {error}") from error
         finally:
             theirs.close()
-            os.close(job_fd)
         self.connection.setblocking(False)
         self.is_ready = False
+
+    def give(self, job: Job) -> None:
+        """What the ranks shall run; once, before the first fork."""
+        os.pwrite(self._job, job.to_json(), 0)
+        os.close(self._job)
+        self._send({"request": "job"})
 
     def fork(self, rank: int, environment: Mapping[str, str], fds: Sequence[int]) -> None:
         self._send({"request": "fork", "rank": rank, "environment": dict(environment)}, fds)
@@ -96,6 +100,16 @@ class ForkClient:
             return self.process.wait(seconds)
 
 
-def _command(connection: int, job: int) -> list[str]:
+def _command(connection: int, job: int, preload: Sequence[str]) -> list[str]:
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
-    return [sys.executable, *flags, "-c", _BOOTSTRAP, HOME, str(connection), str(job)]
+    return [
+        sys.executable,
+        *flags,
+        "-c",
+        _BOOTSTRAP,
+        HOME,
+        str(os.getpid()),
+        str(connection),
+        str(job),
+        *preload,
+    ]

@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -33,12 +33,10 @@ NUM_RANK_FDS = 4  # stdout, stderr, control, store
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What all ranks of a launch share; the server reads it once, at its start."""
+    """What all ranks of a launch share; the server reads it once."""
 
-    launcher_pid: int
     home: str
     """The folder our packages are in."""
-    preload: tuple[str, ...]
     before_script: str | None
     """A hook `module:function` called in each rank before the script."""
     target: Target
@@ -50,7 +48,6 @@ class Job:
     def from_json(data: bytes) -> Job:
         fields = json.loads(data)
         target = fields.pop("target")
-        fields["preload"] = tuple(fields["preload"])
         return Job(**fields, target=Target(target["name"], target["is_module"], tuple(target["args"])))
 
 
@@ -66,14 +63,15 @@ class RankRequest:
 class ForkServer:
     """Serves requests from the main thread until the launcher is gone, or until it is itself a rank."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+    def __init__(self, connection: socket.socket, job_fd: int) -> None:
+        self._connection, self._job_fd = connection, job_fd
+        self._job: Job | None = None
         self._pids: dict[int, int] = {}  # rank of each child that is not reaped
         self._wakeup, self._wakeup_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._launcher_is_gone = False
 
-    def serve(self) -> RankRequest | None:
-        """None when it is over. In a forked child: the request, so that the child leaves this loop too."""
+    def serve(self) -> tuple[Job, RankRequest] | None:
+        """None when it is over. In a forked child: what it is to run, so that the child leaves this loop too."""
         self._catch_signals()
         poller = select.poll()
         poller.register(self._connection, select.POLLIN)
@@ -87,7 +85,8 @@ class ForkServer:
             if self._connection.fileno() in ready:
                 request = self._handle_record()
                 if request is not None:
-                    return request
+                    assert self._job is not None
+                    return self._job, request
         return None
 
     def _catch_signals(self) -> None:
@@ -123,6 +122,10 @@ class ForkServer:
         for fd in fds:  # programs that a rank starts don't get them; recv_fds ignores its own flag for that
             os.set_inheritable(fd, False)
         record = json.loads(data)
+        if record["request"] == "job":
+            with open(self._job_fd, "rb") as file:
+                self._job = Job.from_json(file.read())
+            return None
         if record["request"] == "fork":
             return self._fork(RankRequest(record["rank"], record["environment"], tuple(fds)))
         self._signal(record["ranks"], record["signal"], record["whole_group"])
@@ -173,7 +176,7 @@ class PreloadError(Exception):
     """A module of the list can't be imported; the cause says why."""
 
 
-def preload(names: tuple[str, ...]) -> None:
+def preload(names: Sequence[str]) -> None:
     """Import these; without the garbage collector it is about a third faster."""
     gc.disable()
     for name in names:
@@ -228,23 +231,23 @@ def _restore_import_path(home: str) -> None:
 
 
 def main() -> None:
-    """Import, then serve. Arguments: the numbers of the connection and of the file with the job."""
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    connection.set_inheritable(False)
-    with open(int(sys.argv[2]), "rb") as file:
-        job = Job.from_json(file.read())
-    processes.die_with_parent(job.launcher_pid, signal.SIGTERM)
+    """Import, then serve. Arguments: the launcher's pid, the connection, the job's file, modules to import."""
+    launcher_pid, connection_fd, job_fd = map(int, sys.argv[1:4])
+    connection = socket.socket(fileno=connection_fd)
+    for fd in (connection_fd, job_fd):
+        os.set_inheritable(fd, False)
+    processes.die_with_parent(launcher_pid, signal.SIGTERM)
     processes.become_subreaper()
     try:
-        preload(job.preload)
+        preload(sys.argv[4:])
     except PreloadError as error:
         text = "".join(traceback.format_exception(error.__cause__))[-MAX_RECORD_BYTES // 8 :]
         failed = {"event": "preload_failed", "module": str(error), "traceback": text}
         connection.send(json.dumps(failed).encode())
         raise SystemExit(1) from None
-    request = ForkServer(connection).serve()
-    if request is not None:
-        _run_rank(job, request)
+    work = ForkServer(connection, job_fd).serve()
+    if work is not None:
+        _run_rank(*work)
     else:
         processes.end_descendants()
         os._exit(0)  # nothing of ours is left to finalise, and torch would take its time

@@ -26,11 +26,11 @@ _SERVER_END_SECONDS = 15.0  # the server itself gives what it ends 10 s
 OnMessage = Callable[[int, Message], None]
 
 
-def _ignore(rank: int, message: Message) -> None:
+def ignore_message(rank: int, message: Message) -> None:
     pass
 
 
-async def launch(spec: LaunchSpec, on_message: OnMessage = _ignore) -> LaunchResult:
+async def launch(spec: LaunchSpec, on_message: OnMessage = ignore_message) -> LaunchResult:
     """Run all ranks to their end. Cancelling it stops them, in order first and by force after the grace.
 
     What ranks print goes to descriptors 1 and 2 of this process; `on_message` gets (rank, message) for
@@ -42,7 +42,7 @@ async def launch(spec: LaunchSpec, on_message: OnMessage = _ignore) -> LaunchRes
 class Launch:
     """Carries out what the supervisor decides about ranks whose fork server has been started."""
 
-    def __init__(self, started: Started, on_message: OnMessage = _ignore) -> None:
+    def __init__(self, started: Started, on_message: OnMessage = ignore_message) -> None:
         self._started = started
         self._spec = started.spec
         self._server = started.server

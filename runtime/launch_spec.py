@@ -82,6 +82,19 @@ class LaunchResult:
 
 
 @dataclass(frozen=True, slots=True)
+class WarmServer:
+    """A fork server that is busy importing and does not know yet what for."""
+
+    run_id: str
+    server: ForkClient
+
+    def discard(self) -> None:
+        """It was not needed."""
+        self.server.close()
+        self.server.wait(10.0)
+
+
+@dataclass(frozen=True, slots=True)
 class Started:
     """A launch whose fork server is busy importing."""
 
@@ -100,20 +113,26 @@ def prepare(spec: LaunchSpec) -> tuple[int, ...]:
     return tuple(open_logs(spec.log_dir, spec.num_ranks)) if spec.log_dir else ()
 
 
-def start(spec: LaunchSpec, logs: tuple[int, ...]) -> Started:
+def warm_up(num_ranks: int, preload: tuple[str, ...], environment: Mapping[str, str]) -> WarmServer:
     """Start the fork server: it takes the longest, so before all else."""
     run_id = secrets.token_hex(4)
-    job = Job(os.getpid(), HOME, spec.preload, spec.before_script, spec.target)
-    environment = {**os.environ, **spec.environment, RUN_ID: run_id}
+    environment = {**environment, RUN_ID: run_id}
     # libgomp reads it once, when torch is loaded.
-    environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank(spec.num_ranks)))
+    environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank(num_ranks)))
+    return WarmServer(run_id, ForkClient(preload, environment))
+
+
+def start(spec: LaunchSpec, logs: tuple[int, ...], warm: WarmServer | None = None) -> Started:
+    """Tell a fork server, `warm` or a new one, what to run."""
     try:
-        server = ForkClient(job, environment)
+        if warm is None:
+            warm = warm_up(spec.num_ranks, spec.preload, {**os.environ, **spec.environment})
     except LaunchError:
         for fd in logs:
             os.close(fd)
         raise
-    return Started(spec, run_id, server, logs, os.memfd_create("parallel3d-store"))
+    warm.server.give(Job(HOME, spec.before_script, spec.target))
+    return Started(spec, warm.run_id, warm.server, logs, os.memfd_create("parallel3d-store"))
 
 
 def threads_per_rank(num_ranks: int) -> int:

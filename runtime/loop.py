@@ -21,13 +21,14 @@ def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     terminated = False
 
     async def guarded() -> T:
-        def terminate() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def terminate(task: asyncio.Task[T] = task) -> None:
             nonlocal terminated
             terminated = True
             task.cancel()
 
-        task = asyncio.current_task()
-        assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
         return await main()
 

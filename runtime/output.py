@@ -94,9 +94,7 @@ def open_logs(folder: Path, num_ranks: int) -> list[int]:
     except OSError as error:
         for fd in fds:
             os.close(fd)
-        raise LaunchError(
-            f"log files can't be written in {folder}: {error.strerror} ({error.filename})"
-        ) from error
+        raise LaunchError(f"log files can't be written in {folder}: {error.strerror} ({error.filename})") from error
     return fds
 
 

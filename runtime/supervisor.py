@@ -227,9 +227,7 @@ class Supervisor:
     def _alive(self) -> list[int]:
         return [number for number, rank in enumerate(self._ranks) if rank.is_alive]
 
-    def _signal(
-        self, number: signal.Signals, ranks: list[int], whole_group: bool = True
-    ) -> Iterator[Instruction]:
+    def _signal(self, number: signal.Signals, ranks: list[int], whole_group: bool = True) -> Iterator[Instruction]:
         for rank in (self._ranks[each] for each in ranks):
             rank.signals.add(number)
             rank.asked_to_stop_at = self._now if rank.asked_to_stop_at is None else rank.asked_to_stop_at

@@ -71,9 +71,7 @@ class Stream:
 class Launched:
     """One `parallel3d launch` as a process of its own."""
 
-    def __init__(
-        self, *args: str, preload: str | None = "", cwd: Path | None = None, **environment: str
-    ) -> None:
+    def __init__(self, *args: str, preload: str | None = "", cwd: Path | None = None, **environment: str) -> None:
         self.mark = uuid.uuid4().hex
         hidden = [] if preload is None else ["--preload", preload]
         inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}

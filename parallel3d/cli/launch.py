@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from parallel3d.cli.early import modules_for, open_standard_fds
+
 if TYPE_CHECKING:
-    from runtime.launch_spec import LaunchResult, LaunchSpec, Started
+    from runtime.launch import OnMessage
+    from runtime.launch_spec import LaunchResult, LaunchSpec, Started, WarmServer
 
 EXIT_USAGE = 2
-_PRELOAD = "torch,torch.distributed,numpy,uvloop,parallel3d.rank_mesh"
 _SHADOW_CHECK = "parallel3d.shadows:refuse_shadows"
 
 
@@ -26,19 +28,20 @@ def register(app: typer.Typer) -> None:
 
 
 def launch(
+    context: typer.Context,
     script: Annotated[str, typer.Argument(help="The script every rank runs; with -m a module.")],
     num_ranks: Annotated[int, typer.Option("-n", "--ranks", help="How many ranks.")],
     args: Annotated[list[str] | None, typer.Argument(help="Passed to the script as they are.")] = None,
-    module: Annotated[
-        bool, typer.Option("-m", "--module", help="Run a module, as `python -m` does.")
-    ] = False,
+    module: Annotated[bool, typer.Option("-m", "--module", help="Run a module, as `python -m` does.")] = False,
     log_dir: Annotated[Path | None, typer.Option(help="Also write rank0.log, rank1.log, ... here.")] = None,
     no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Lines without the rank in front.")] = False,
     only: Annotated[str | None, typer.Option(help="Show only these ranks, such as 0 or 0,3-5.")] = None,
     grace: Annotated[float, typer.Option(min=0.0, help="Seconds ranks have to end after Ctrl-C.")] = 10.0,
-    preload: Annotated[
-        str, typer.Option(hidden=True, help="Modules imported once for all ranks.")
-    ] = _PRELOAD,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Serve /metrics on this loopback port; 0: a free one."),
+    ] = None,
+    preload: Annotated[str | None, typer.Option(hidden=True, help="Modules imported once for all ranks.")] = None,
 ) -> None:
     """Run N ranks of a script: the first failure is shown first, Ctrl-C ends them in order, twice at once."""
     from runtime.errors import LaunchError
@@ -46,11 +49,11 @@ def launch(
     from runtime.output import parse_ranks
     from runtime.script import Target
 
-    _open_standard_fds()
+    open_standard_fds()
     spec = LaunchSpec(
         target=Target(script, module, tuple(args or ())),
         num_ranks=num_ranks,
-        preload=tuple(name for name in preload.split(",") if name),
+        preload=modules_for(args or ()) if preload is None else tuple(filter(None, preload.split(","))),
         before_script=_SHADOW_CHECK,
         interrupt_grace=grace,
         log_dir=log_dir,
@@ -63,16 +66,17 @@ def launch(
     except LaunchError as error:
         print(f"parallel3d launch: {error}", file=sys.stderr)
         raise typer.Exit(EXIT_USAGE) from None
-    raise typer.Exit(_run(spec, logs))
+    raise typer.Exit(_run(spec, logs, metrics_port, context.obj))
 
 
-def _run(spec: LaunchSpec, logs: tuple[int, ...]) -> int:
+def _run(spec: LaunchSpec, logs: tuple[int, ...], metrics_port: int | None, warm: WarmServer | None) -> int:
     from runtime import processes
     from runtime.launch_spec import start
 
     processes.become_subreaper()  # should the fork server be killed, its orphans come to us
     try:
-        result = _finish(start(spec, logs))
+        with _serve_metrics(metrics_port) as on_message:
+            result = _finish(start(spec, logs, warm), on_message)
     finally:
         processes.end_descendants()
     with suppress(OSError):
@@ -81,21 +85,32 @@ def _run(spec: LaunchSpec, logs: tuple[int, ...]) -> int:
     return result.exit_code
 
 
-def _open_standard_fds() -> None:
-    """Started with stdout closed (`>&-`), a file of ours would get its number, and then the ranks' output."""
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(fd)
+@contextmanager
+def _serve_metrics(port: int | None) -> Iterator[OnMessage | None]:
+    """Gives what takes the ranks' reports, while `/metrics` shows them."""
+    if port is None:
+        yield None
+        return
+    from monitoring.metrics import MetricsServer
+
+    try:
+        server = MetricsServer(port)
+    except OSError as error:
+        print(f"parallel3d launch: --metrics-port {port}: {error.strerror}", file=sys.stderr)
+        raise typer.Exit(EXIT_USAGE) from None
+    with server:
+        print(f"metrics: {server.url}", file=sys.stderr, flush=True)
+        yield server.take
 
 
-def _finish(started: Started) -> LaunchResult:
+def _finish(started: Started, on_message: OnMessage | None) -> LaunchResult:
     import asyncio  # only now: these overlap with the fork server's own imports
 
     import uvloop
 
-    from runtime.launch import Launch
+    from runtime.launch import Launch, ignore_message
 
-    running = Launch(started)
+    running = Launch(started, on_message or ignore_message)
 
     async def watch() -> LaunchResult:
         loop = asyncio.get_running_loop()

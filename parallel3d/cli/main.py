@@ -1,38 +1,23 @@
-"""The `parallel3d` command: collects the verbs and turns errors into exit codes."""
+"""The `parallel3d` command: runs a verb and turns errors into exit codes."""
 
 from __future__ import annotations
 
-import importlib
 import sys
 
-import typer
-
+from parallel3d.cli.early import head_start
 from runtime.errors import ConfigError, Parallel3DError
+from runtime.launch_spec import WarmServer
 
 EXIT_ERROR, EXIT_BAD_CONFIG, EXIT_INTERRUPTED = 1, 3, 130
 VERBS = ("launch", "validate", "schema")
 
 
-def make_app(verbs: tuple[str, ...] = VERBS) -> typer.Typer:
-    """The command with these verbs. A verb may take long to import, and only one of them is called."""
-    app = typer.Typer(
-        name="parallel3d",
-        help="3D-parallel training on torch, explained while it runs.",
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-    )
-    app.callback()(lambda: None)  # keeps the verb's name necessary when there is only one
-    for verb in verbs:
-        importlib.import_module(f"parallel3d.cli.{verb}").register(app)
-    return app
-
-
 def main() -> None:
     """Run one verb. Data on stdout, everything else on stderr."""
+    warm = None
     try:
-        asked = sys.argv[1:2]
-        make_app((asked[0],) if asked and asked[0] in VERBS else VERBS)()
+        warm = head_start(sys.argv[1:])
+        _run_verb(warm)
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(EXIT_BAD_CONFIG)
@@ -41,3 +26,13 @@ def main() -> None:
         sys.exit(EXIT_ERROR)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+    finally:
+        if warm is not None:
+            warm.discard()
+
+
+def _run_verb(warm: WarmServer | None) -> None:
+    from parallel3d.cli.app import make_app
+
+    asked = sys.argv[1:2]
+    make_app((asked[0],) if asked and asked[0] in VERBS else VERBS)(obj=warm)

@@ -17,9 +17,7 @@ EXIT_BAD_CONFIG = 3
 
 def validate(
     file: Annotated[Path, typer.Argument(help="The run's YAML file.", show_default=False)],
-    world: Annotated[
-        int | None, typer.Option(min=1, help="Ranks that will be started.", show_default=False)
-    ] = None,
+    world: Annotated[int | None, typer.Option(min=1, help="Ranks that will be started.", show_default=False)] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as parallel.pp=4. Repeatable."),
@@ -37,11 +35,7 @@ def validate(
             raise
         print(json.dumps({"errors": [problem.to_json() for problem in error.problems]}, indent=2))
         raise typer.Exit(EXIT_BAD_CONFIG) from None
-    print(
-        json.dumps(config.model_dump(mode="json"), indent=2)
-        if as_json
-        else f"{file} is valid.\n{summary(config)}"
-    )
+    print(json.dumps(config.model_dump(mode="json"), indent=2) if as_json else f"{file} is valid.\n{summary(config)}")
 
 
 def parse_settings(settings: list[str]) -> dict[str, str]:

@@ -76,9 +76,7 @@ class ConfigProblems(ConfigError):
 def stop_a_flood(problems: Sequence[Problem], source: str) -> None:
     """Raise what was found so far once there is more than anyone would read."""
     if len(problems) > MOST_PROBLEMS:
-        last = Problem(
-            Place(source), "", None, f"more than {MOST_PROBLEMS} problems.", "The others are not shown."
-        )
+        last = Problem(Place(source), "", None, f"more than {MOST_PROBLEMS} problems.", "The others are not shown.")
         raise ConfigProblems([*problems[:MOST_PROBLEMS], last])
 
 

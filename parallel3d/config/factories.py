@@ -28,9 +28,7 @@ def missing_module(factory: str) -> Missing | None:
     path = [*current, *sys.path]
     spec = PathFinder.find_spec(top, path) or _from_other_finders(top)
     if spec is None:
-        return Missing(
-            f"no module named {top} in the current folder or installed.", _similar(top, current, "")
-        )
+        return Missing(f"no module named {top} in the current folder or installed.", _similar(top, current, ""))
     return _missing_below(top, spec, rest)
 
 
@@ -53,9 +51,7 @@ def _missing_below(parent: str, spec: ModuleSpec, rest: Sequence[str]) -> Missin
         # parent in sys.modules, which only an import puts there.
         found = PathFinder.find_spec(part, locations)
         if found is None:
-            return Missing(
-                f"no module named {part} in the package {parent}.", _similar(part, locations, f"{parent}.")
-            )
+            return Missing(f"no module named {part} in the package {parent}.", _similar(part, locations, f"{parent}."))
         parent, spec = f"{parent}.{part}", found
     return None
 
@@ -68,6 +64,4 @@ def _from_other_finders(name: str) -> ModuleSpec | None:
 
 def _similar(name: str, locations: list[str], prefix: str) -> str:
     similar = nearest(name, (module.name for module in pkgutil.iter_modules(locations)))
-    return (
-        f"Did you mean {prefix}{similar}?" if similar else "Check the name, or install the package it is in."
-    )
+    return f"Did you mean {prefix}{similar}?" if similar else "Check the name, or install the package it is in."

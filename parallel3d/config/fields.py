@@ -58,9 +58,7 @@ def _quantity(value: Any, units: dict[str, Any]) -> float | None:  # noqa: ANN40
 def _size(value: Any) -> int:  # noqa: ANN401
     num_bytes = _quantity(value, _BYTES)
     if num_bytes is None or (isinstance(value, float) and not value.is_integer()):
-        raise refusal(
-            "must be a size: a number of bytes, or text with a unit.", 'For example "25 MiB" or "8 GiB".'
-        )
+        raise refusal("must be a size: a number of bytes, or text with a unit.", 'For example "25 MiB" or "8 GiB".')
     if not 1 <= num_bytes <= _LARGEST_SIZE:
         raise refusal("must be at least 1 byte and below 8 EiB.", 'For example "25 MiB" or "8 GiB".')
     return int(num_bytes)
@@ -81,9 +79,7 @@ def _duration(value: Any) -> float:  # noqa: ANN401
 def choice_refusal(value: Any, choices: tuple[str, ...], also: str = "") -> PydanticCustomError:  # noqa: ANN401
     """Not one of the words: names them all, and the nearest."""
     if len(choices) == 1:
-        return refusal(
-            f"must be {choices[0]}; there is no other yet.", f"Set it to {choices[0]}, or leave it out."
-        )
+        return refusal(f"must be {choices[0]}; there is no other yet.", f"Set it to {choices[0]}, or leave it out.")
     close = nearest(value, choices) if isinstance(value, str) else None
     remedy = f"Did you mean {close}?" if close else f"For example {choices[0]}."
     return refusal(f"must be {enumerate_words([*choices, *([also] if also else [])])}.", remedy)
@@ -141,9 +137,7 @@ Duration = Annotated[
 Schedule = Annotated[
     str,
     PlainValidator(_schedule),
-    WithJsonSchema(
-        {"anyOf": [{"enum": list(get_args(ScheduleName))}, {"type": "string", "pattern": "^csv:."}]}
-    ),
+    WithJsonSchema({"anyOf": [{"enum": list(get_args(ScheduleName))}, {"type": "string", "pattern": "^csv:."}]}),
 ]
 _TABLE_SCHEMA = {
     "type": "array",
@@ -157,9 +151,7 @@ Order = Annotated[
 ]
 _MODULE_NAME = {"type": "string", "pattern": "^[^:]+:[^:]+$"}
 Factory = Annotated[str, PlainValidator(_named), WithJsonSchema(_MODULE_NAME)]
-ModelFactory = Annotated[
-    str, PlainValidator(lambda value: _named(value, "gpt")), WithJsonSchema(_MODULE_NAME)
-]
+ModelFactory = Annotated[str, PlainValidator(lambda value: _named(value, "gpt")), WithJsonSchema(_MODULE_NAME)]
 Loss = Annotated[
     str,
     PlainValidator(lambda value: _named(value, "cross_entropy", "mse")),

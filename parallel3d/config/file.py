@@ -85,9 +85,7 @@ def read_text(path: Path, source: str) -> str:
         with path.open("rb") as file:
             data = file.read(LARGEST_FILE + 1)
         if len(data) > LARGEST_FILE:
-            raise _refusal(
-                source, "is larger than 1 MiB.", "A run's configuration is a page or two; check the path."
-            )
+            raise _refusal(source, "is larger than 1 MiB.", "A run's configuration is a page or two; check the path.")
         return data.decode("utf-8-sig")
     except FileNotFoundError:
         raise _refusal(source, "file not found.", _similar_file(path)) from None
@@ -145,9 +143,7 @@ class _TreeBuilder:
             place = self.mark(error.problem_mark or error.context_mark)
         except (yaml.YAMLError, ValueError) as error:
             said, place = str(error).splitlines()[0], self.place(1, 1)
-        raise self.stop(
-            place, (), f"not valid YAML: {said}.", "Check indentation, brackets and quotes near here."
-        )
+        raise self.stop(place, (), f"not valid YAML: {said}.", "Check indentation, brackets and quotes near here.")
 
     def only_document(self) -> Node:
         root = Node(None, self.place(1, 1))

@@ -27,14 +27,12 @@ def load_config(
     overrides: Mapping[str, Any] = MappingProxyType({}),
     environ: Mapping[str, str] = os.environ,
     world_size: int | None = None,
-    for_training: bool = True,
 ) -> RunConfig:
     """Read and check a run's configuration. The file gives way to the environment, and that to overrides.
 
     path: the YAML file; None for the defaults alone.
     overrides: dotted keys, as with `--set`; text is read as YAML would read it.
     world_size: the ranks that are started; None when that is not known yet.
-    for_training: False where only a mesh is wanted, so that model and batch need not fit it.
 
     Raises ConfigError, whose text lists everything that is wrong.
     """
@@ -45,8 +43,7 @@ def load_config(
     refused += found
     wrong |= {dotted(path) for path, _ in refused}
     problems += [problem for _, problem in refused]
-    if for_training:
-        problems += _broken_rules(config, world_size, tree, wrong)
+    problems += _broken_rules(config, world_size, tree, wrong)
     if problems:
         raise ConfigProblems(problems)
     train = config.train.model_copy(update={"batch_size": config.batch_size})

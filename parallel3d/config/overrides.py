@@ -15,12 +15,8 @@ _PREFIX = "PARALLEL3D_"
 
 def from_environment(environ: Mapping[str, str]) -> tuple[Node, list[Problem]]:
     """`PARALLEL3D_PARALLEL__PP=4`; names without a double underscore are not about the configuration."""
-    names = sorted(
-        name for name in environ if name.startswith(_PREFIX) and "__" in name.removeprefix(_PREFIX)
-    )
-    return _layer(
-        (Place(name), name.removeprefix(_PREFIX).lower().split("__"), environ[name]) for name in names
-    )
+    names = sorted(name for name in environ if name.startswith(_PREFIX) and "__" in name.removeprefix(_PREFIX))
+    return _layer((Place(name), name.removeprefix(_PREFIX).lower().split("__"), environ[name]) for name in names)
 
 
 def from_settings(overrides: Mapping[str, Any]) -> tuple[Node, list[Problem]]:
@@ -35,9 +31,7 @@ def merge(under: Node, over: Node, path: tuple[str, ...] = ()) -> tuple[Node, li
     if not isinstance(under.value, dict):
         message = f"a key cannot be set inside {show(under.plain())}, which {under.place} gives."
         inside = next(iter(over.value), "")
-        return under, [
-            Problem(over.place, dotted((*path, inside)), None, message, "Set the whole value instead.")
-        ]
+        return under, [Problem(over.place, dotted((*path, inside)), None, message, "Set the whole value instead.")]
     merged, problems = dict(under.value), []
     for key, child in over.value.items():
         if key in merged:
@@ -75,9 +69,7 @@ def _node(value: Any, place: Place, path: str) -> tuple[Node | None, list[Proble
         node, problems = parse_yaml(value, place.source, located=False)
     except ConfigProblems as error:
         problems = list(error.problems)
-    return None if problems else node, [
-        replace(problem, path=_inside(path, problem.path)) for problem in problems
-    ]
+    return None if problems else node, [replace(problem, path=_inside(path, problem.path)) for problem in problems]
 
 
 def _inside(path: str, rest: str) -> str:

@@ -35,12 +35,8 @@ def json_schema() -> dict[str, Any]:
         sections[name] = _nullable_section(section, RunConfig.model_fields[name].description)
     sections |= {alias: _alias_of(sections[name], name) for alias, name in SECTION_ALIASES.items()}
     args = definitions["GptModel"]["properties"]["args"]
-    definitions["GptModel"]["properties"]["args"] = _nullable_section(
-        args, GptModel.model_fields["args"].description
-    )
-    owners = {name.lower(): definitions[name] for name in definitions} | {
-        "model.args": definitions["GptArgs"]
-    }
+    definitions["GptModel"]["properties"]["args"] = _nullable_section(args, GptModel.model_fields["args"].description)
+    owners = {name.lower(): definitions[name] for name in definitions} | {"model.args": definitions["GptArgs"]}
     for path, words in VALUE_ALIASES.items():
         section, key = path.split(".")
         _allow_words(owners[section]["properties"][key], list(words))
@@ -68,9 +64,7 @@ def _alias_of(field: dict[str, Any], path: str) -> dict[str, Any]:
 
 def markdown() -> str:
     """The key reference, which `docs/configuration.md` holds."""
-    sections = [
-        _section(name, field.annotation) for name, field in RunConfig.model_fields.items() if name != "model"
-    ]
+    sections = [_section(name, field.annotation) for name, field in RunConfig.model_fields.items() if name != "model"]
     model = _section("model", GptModel) + "\n" + _section("model.args", GptArgs)
     rows = [f"| `{alias}:` | `{name}:` |" for alias, name in SECTION_ALIASES.items()]
     rows += [f"| `{alias}` | `{name}` |" for alias, name in ALIASES.items()]
@@ -94,11 +88,7 @@ def _section(path: str, section: Any) -> str:  # noqa: ANN401
 
 
 def _default(value: Any) -> str:  # noqa: ANN401
-    return (
-        "see below"
-        if isinstance(value, BaseModel)
-        else f"`{value if isinstance(value, str) else show(value)}`"
-    )
+    return "see below" if isinstance(value, BaseModel) else f"`{value if isinstance(value, str) else show(value)}`"
 
 
 def _one_line(text: str) -> str:

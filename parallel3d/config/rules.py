@@ -40,11 +40,7 @@ def _fits_world(config: RunConfig, world_size: int | None) -> Iterator[Finding]:
     if world_size is None or product == world_size:
         return
     sizes = {"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp}
-    fixes = {
-        axis: world_size * size // product
-        for axis, size in sizes.items()
-        if world_size % (product // size) == 0
-    }
+    fixes = {axis: world_size * size // product for axis, size in sizes.items() if world_size % (product // size) == 0}
     if "pp" in fixes and not _splits(config, fixes["pp"]):
         del fixes["pp"]
     remedy, blame = _other_mesh(sizes, world_size), tuple(sizes)
@@ -124,11 +120,7 @@ def _layers_split(config: RunConfig, _: int | None) -> Iterator[Finding]:
         yield from _layers_given(given, layers, config)
     elif layers is not None and layers % stages:
         virtual = config.pipeline.virtual_stages
-        near_pp = (
-            f"pp to {_near_divisors(layers // virtual, config.parallel.pp)}, "
-            if layers % virtual == 0
-            else ""
-        )
+        near_pp = f"pp to {_near_divisors(layers // virtual, config.parallel.pp)}, " if layers % virtual == 0 else ""
         yield Finding(
             ("parallel.pp", "pipeline.virtual_stages", "model.args.layers"),
             f"{layers} layers cannot be split evenly over {_stages(config)}.",
@@ -174,9 +166,7 @@ def _order_is_a_bijection(config: RunConfig, _: int | None) -> Iterator[Finding]
         return
     remedy = "Give each [dp, tp, pp] of the mesh to one rank, or set order to auto."
     if len(table) != config.world_size:
-        yield Finding(
-            blame, f"a table of {_ranks(len(table))}, but the mesh has {_ranks(config.world_size)}.", remedy
-        )
+        yield Finding(blame, f"a table of {_ranks(len(table))}, but the mesh has {_ranks(config.world_size)}.", remedy)
         return
     owners: dict[tuple[int, int, int], int] = {}
     for rank, coords in enumerate(table):
@@ -203,9 +193,7 @@ def _factories_exist(key: str, value: Callable[[RunConfig], str | None]) -> Chec
 
 def _one_source_of_data(config: RunConfig, _: int | None) -> Iterator[Finding]:
     if config.data.factory is not None and config.data.path is not None:
-        yield Finding(
-            ("data.path",), "not read when data.factory is given.", "Remove data.path or data.factory."
-        )
+        yield Finding(("data.path",), "not read when data.factory is given.", "Remove data.path or data.factory.")
 
 
 def _near_multiples(value: int, step: int) -> str:
@@ -215,9 +203,7 @@ def _near_multiples(value: int, step: int) -> str:
 
 def _near_divisors(value: int, near: int) -> str:
     """The divisors of `value` on both sides of `near`, which is none itself."""
-    divisors = sorted(
-        {d for low in range(1, math.isqrt(value) + 1) if value % low == 0 for d in (low, value // low)}
-    )
+    divisors = sorted({d for low in range(1, math.isqrt(value) + 1) if value % low == 0 for d in (low, value // low)})
     below, above = [d for d in divisors if d < near][-1:], [d for d in divisors if d > near][:1]
     return enumerate_words([str(number) for number in (*below, *above)])
 

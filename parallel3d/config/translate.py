@@ -45,8 +45,7 @@ TRANSLATED = frozenset(("parallel3d", "extra_forbidden", "literal_error", *_WANT
 def translate(error: ValidationError, tree: Node) -> list[tuple[KeyPath, Problem]]:
     """Each of pydantic's errors as a problem, with the path of the value at fault."""
     found = [
-        _translated(details, tree)
-        for details in itertools.islice(error.errors(include_url=False), MOST_PROBLEMS + 1)
+        _translated(details, tree) for details in itertools.islice(error.errors(include_url=False), MOST_PROBLEMS + 1)
     ]
     stop_a_flood([problem for _, problem in found], tree.place.source)
     return found
@@ -60,9 +59,7 @@ def _translated(details: ErrorDetails, tree: Node) -> tuple[KeyPath, Problem]:
     if details["type"] == "extra_forbidden":
         return path, _unknown_key(path, tree, custom)
     message, remedy = _wording(details, path, custom)
-    return path, Problem(
-        place_of(path, tree), dotted(tree.as_written(path)), show(details["input"]), message, remedy
-    )
+    return path, Problem(place_of(path, tree), dotted(tree.as_written(path)), show(details["input"]), message, remedy)
 
 
 def place_of(path: KeyPath, tree: Node) -> Place:
@@ -129,9 +126,7 @@ def _unknown_key(path: KeyPath, tree: Node, custom: bool) -> Problem:
     node, key = tree.find(path), str(path[-1])
     assert node is not None, "an unknown key stands where it was found"
     place = node.key_place or node.place
-    return Problem(
-        place, dotted(tree.as_written(path)), None, "unknown key.", _known_key(path[:-1], key, custom)
-    )
+    return Problem(place, dotted(tree.as_written(path)), None, "unknown key.", _known_key(path[:-1], key, custom))
 
 
 def _known_key(parent: KeyPath, key: str, custom: bool) -> str:
@@ -141,9 +136,7 @@ def _known_key(parent: KeyPath, key: str, custom: bool) -> str:
         return f"Did you mean {enumerate_words(elsewhere)}?"
     keys = list(_section(parent, custom).model_fields)
     prefix = "".join(f"{part}." for part in parent)
-    aliases = {
-        alias.removeprefix(prefix): name for alias, name in ALIASES.items() if alias.startswith(prefix)
-    }
+    aliases = {alias.removeprefix(prefix): name for alias, name in ALIASES.items() if alias.startswith(prefix)}
     known = dict.fromkeys(keys) | (aliases if parent else dict(SECTION_ALIASES))
     close = nearest(key, known)
     if close is not None:
@@ -152,7 +145,5 @@ def _known_key(parent: KeyPath, key: str, custom: bool) -> str:
 
 
 def _leaves() -> list[str]:
-    sections = {(name,): _section((name,), False) for name in RunConfig.model_fields} | {
-        ("model", "args"): GptArgs
-    }
+    sections = {(name,): _section((name,), False) for name in RunConfig.model_fields} | {("model", "args"): GptArgs}
     return [".".join((*path, key)) for path, section in sections.items() for key in section.model_fields]

@@ -174,9 +174,7 @@ finally:
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_one_signal_is_orderly(tmp_path, number, code):
     with Launched("-n", "2", write_script(tmp_path, TIDY)) as launched:
         wait_until_up(launched)

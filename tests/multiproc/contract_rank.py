@@ -27,7 +27,8 @@ async def main():
             outcomes[name] = None
         except BaseException:
             outcomes[name] = traceback.format_exc()
-    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(outcomes))
+    return outcomes
 
 
-parallel3d.run(main)
+outcomes = parallel3d.run(main)
+Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(outcomes))

@@ -55,6 +55,4 @@ def read_refusals(name: str) -> list[Refusal]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for fixture in ("value_refusal", "yaml_refusal"):
         if fixture in metafunc.fixturenames:
-            metafunc.parametrize(
-                fixture, read_refusals(f"config_{fixture}s.txt"), ids=lambda case: case.text[:40]
-            )
+            metafunc.parametrize(fixture, read_refusals(f"config_{fixture}s.txt"), ids=lambda case: case.text[:40])

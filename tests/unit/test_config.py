@@ -162,18 +162,13 @@ def test_set_wins_over_the_environment_and_that_over_the_file(here):
         "PARALLEL3D_TRAIN__SEED": "5",
         "PARALLEL3D_OPTIMIZER__LR": "1e-3",
     }
-    config = load(
-        "train: {steps: 10, seed: 1, batch_size: 8}", here, environ=environ, overrides={"train.steps": "30"}
-    )
+    config = load("train: {steps: 10, seed: 1, batch_size: 8}", here, environ=environ, overrides={"train.steps": "30"})
     assert (config.train.steps, config.train.seed, config.train.batch_size) == (30, 5, 8)
     assert config.optimizer.lr == 1e-3
 
 
 def test_an_alias_overrides_its_key(here):
-    assert (
-        load("parallel: {tp: 4}", here, overrides={"parallelism.tensor_parallel_degree": "2"}).parallel.tp
-        == 2
-    )
+    assert load("parallel: {tp: 4}", here, overrides={"parallelism.tensor_parallel_degree": "2"}).parallel.tp == 2
 
 
 def test_overrides_take_yaml_lists_and_python_values():
@@ -209,9 +204,7 @@ def test_aliases_of_yaml_keep_their_own_copies(here):
 @pytest.mark.parametrize("order", ["auto", "dp-tp-pp", "pp-dp-tp", "[[0, 0, 1], [0, 0, 0]]"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "csv:table.csv"])
 def test_to_yaml_and_back(order, schedule, here):
-    text = (
-        f"parallel: {{pp: 2, order: {order}}}\npipeline: {{schedule: '{schedule}'}}\noptimizer: {{lr: 1e-5}}"
-    )
+    text = f"parallel: {{pp: 2, order: {order}}}\npipeline: {{schedule: '{schedule}'}}\noptimizer: {{lr: 1e-5}}"
     config = load(text, here, world_size=2)
     assert isinstance(config.model, GptModel)
     assert load(config.to_yaml(), here) == config

@@ -74,10 +74,7 @@ def test_a_missing_file(here):
 
 def test_a_folder(here):
     (here / "run.yaml").mkdir()
-    assert (
-        refusal_of("run.yaml")
-        == "run.yaml  is a folder, not a file.\n          Give the path of a YAML file."
-    )
+    assert refusal_of("run.yaml") == "run.yaml  is a folder, not a file.\n          Give the path of a YAML file."
 
 
 def test_a_path_through_a_file(here):
@@ -88,9 +85,7 @@ def test_a_path_through_a_file(here):
 
 
 def test_a_path_with_a_null_character(here):
-    assert refusal_of("a\0b") == (
-        "a\0b  cannot be read: embedded null byte.\n     Check the path and its permissions."
-    )
+    assert refusal_of("a\0b") == ("a\0b  cannot be read: embedded null byte.\n     Check the path and its permissions.")
 
 
 def test_a_file_that_is_not_utf_8(here):

@@ -27,14 +27,11 @@ KEYS = sorted(
     | {key for field in RunConfig().model_dump().values() for key in field}
 )
 WORDS = ["auto", "gpt", "zbv", "1F1B", "interleaved", "8 GiB", "2min", "dp-tp-pp", "os:walk", "no.such:thing"]
-SCALARS = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(WORDS)
-)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(WORDS)
 VALUES = st.recursive(
     SCALARS,
     lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=4), inner, max_size=5)
+        st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=4), inner, max_size=5)
     ),
     max_leaves=20,
 )
@@ -77,9 +74,7 @@ def test_any_values_under_known_keys(values, world_size, tmp_path):
 
 @QUICK
 @given(
-    overrides=st.dictionaries(
-        st.lists(st.sampled_from(KEYS), min_size=1, max_size=3).map(".".join), VALUES, max_size=4
-    )
+    overrides=st.dictionaries(st.lists(st.sampled_from(KEYS), min_size=1, max_size=3).map(".".join), VALUES, max_size=4)
 )
 def test_any_overrides(overrides, tmp_path):
     (tmp_path / "run.yaml").touch()

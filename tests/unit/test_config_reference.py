@@ -24,9 +24,7 @@ def definition(path: str) -> dict[str, Any]:
 
 
 def test_the_reference_page_is_up_to_date():
-    assert PAGE.read_text(encoding="utf-8") == markdown(), (
-        "run: parallel3d schema --markdown > docs/configuration.md"
-    )
+    assert PAGE.read_text(encoding="utf-8") == markdown(), "run: parallel3d schema --markdown > docs/configuration.md"
 
 
 def test_the_schema_is_draft_2020_12_and_plain_json():

@@ -17,8 +17,7 @@ def test_all_errors_come_at_once_from_top_to_bottom(refused):
     overrides, environ = {"train.seed": "-1", "memory.budget": "-1"}, {"PARALLEL3D_COMM__TIMEOUT": "soon"}
     assert refused(text, overrides=overrides, environ=environ).splitlines()[::2] == [
         "run.yaml:1:16  train.steps = 0: must be at least 1.",
-        "run.yaml:2:16  parallel.pp = 5: "
-        "24 layers cannot be split evenly over pp(5) x virtual_stages(1) = 5 stages.",
+        "run.yaml:2:16  parallel.pp = 5: 24 layers cannot be split evenly over pp(5) x virtual_stages(1) = 5 stages.",
         'run.yaml:2:23  parallel.dp = "x": must be a whole number.',
         "run.yaml:3:1  pipline: unknown key.",
         "run.yaml:4:17  optimizer.lr = .inf: must be a finite number.",
@@ -31,9 +30,7 @@ def test_all_errors_come_at_once_from_top_to_bottom(refused):
 
 def test_a_rule_is_silent_while_one_of_its_keys_is_wrong(refused):
     assert refused("parallel: {pp: x, dp: 3}", world_size=8).count("run.yaml") == 1
-    assert (
-        refused("parallelism: {pipeline_parallel_degree: .nan, dp: 3}", world_size=8).count("run.yaml") == 1
-    )
+    assert refused("parallelism: {pipeline_parallel_degree: .nan, dp: 3}", world_size=8).count("run.yaml") == 1
 
 
 # (overrides, environment, place, rule, remedy)

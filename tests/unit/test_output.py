@@ -34,9 +34,7 @@ def test_every_line_gets_the_prefix():
     assert rank_prefix(0, 2, True).apply(b"\xff\n") == b"\x1b[36m[0]\x1b[0m \xff\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "ranks"), [("0", {0}), ("0,3-5", {0, 3, 4, 5}), (" 1 , 2-2", {1, 2}), ("7", {7})]
-)
+@pytest.mark.parametrize(("text", "ranks"), [("0", {0}), ("0,3-5", {0, 3, 4, 5}), (" 1 , 2-2", {1, 2}), ("7", {7})])
 def test_lists_of_ranks(text, ranks):
     assert parse_ranks(text, 8) == ranks
 

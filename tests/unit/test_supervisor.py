@@ -29,9 +29,7 @@ from runtime.supervisor import (
 )
 
 ERROR = Report(time=1.0, type="ValueError", message="bad", traceback="Traceback ...\nValueError: bad\n")
-PEER_LOST = Report(
-    time=0.5, type="PeerLost", message="rank 1 left", traceback="PeerLost\n", is_consequence=True
-)
+PEER_LOST = Report(time=0.5, type="PeerLost", message="rank 1 left", traceback="PeerLost\n", is_consequence=True)
 
 
 def running(num_ranks: int) -> Supervisor:
@@ -187,9 +185,7 @@ def test_ctrl_c_once_asks_each_rank_and_waits_for_the_grace():
 def test_ctrl_c_twice_kills_at_once():
     machine = running(2)
     machine.handle(Interrupted(signal.SIGINT), 1.0)
-    assert machine.handle(Interrupted(signal.SIGINT), 1.1)[0] == Signal(
-        (0, 1), signal.SIGKILL, whole_group=True
-    )
+    assert machine.handle(Interrupted(signal.SIGINT), 1.1)[0] == Signal((0, 1), signal.SIGKILL, whole_group=True)
 
 
 def test_a_hang_up_that_comes_twice_is_still_orderly():

@@ -87,7 +87,10 @@ def test_auto_keeps_a_replica_inside_a_host_when_it_fits():
         ),
         (lambda: Topology(dp=2).coords(2), "rank 2 is outside the mesh: ranks go from 0 to 1."),
         (lambda: Topology(dp=2).coords(-1), "rank -1 is outside the mesh: ranks go from 0 to 1."),
-        (lambda: Topology(pp=2).rank((0, 0, 2)), "(dp=0 tp=0 pp=2) is outside the mesh: pp goes from 0 to 1."),
+        (
+            lambda: Topology(pp=2).rank((0, 0, 2)),
+            "(dp=0 tp=0 pp=2) is outside the mesh: pp goes from 0 to 1.",
+        ),
     ],
 )
 def test_refusals(make, message):
