@@ -19,7 +19,7 @@ def modules_for(script_args: Sequence[str]) -> tuple[str, ...]:
 
 def head_start(arguments: Sequence[str]) -> WarmServer | None:
     """A server for the plainest form of the command; every other form, and every mistake, takes the usual way."""
-    match arguments:
+    match [argument for argument in arguments[:4] if argument != "--no-prefix"] + list(arguments[4:]):
         case ["launch", "-n", count, script, *rest] if count.isdecimal() and int(count) > 0:
             if not script.startswith("-") and Path(script).is_file():
                 open_standard_fds()
