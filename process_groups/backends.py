@@ -7,6 +7,7 @@ default group and every rank's cooperation; this needs the members only, and two
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -98,7 +99,8 @@ class OpenBackend:
     """A torch backend whose members have met."""
 
     backend: TorchBackend
-    connections: Connections
+    cut: Callable[[], None]
+    """Makes calls under way end, on both sides."""
 
 
 def open_backend(
@@ -111,18 +113,19 @@ def open_backend(
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
         backend = dist.ProcessGroupNCCL(store, rank, size, options)
-        return OpenBackend(backend, Connections())
+        return OpenBackend(backend, backend.abort)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = limit
     if loopback is not None:  # nothing listens beyond this host
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=loopback)]
         backend = dist.ProcessGroupGloo(store, rank, size, options)
-        return OpenBackend(backend, Connections(loopback))
+        return OpenBackend(backend, Connections(loopback).cut)
     before = listening_endpoints()
     options._devices = [_network_device()]
     mine = listening_endpoints() - before
     backend = dist.ProcessGroupGloo(store, rank, size, options)
-    return OpenBackend(backend, Connections(None, exchange_endpoints(store, rank, size, mine, timeout)))
+    endpoints = exchange_endpoints(store, rank, size, mine, timeout)
+    return OpenBackend(backend, Connections(endpoints=endpoints).cut)
 
 
 def _network_device() -> Any:  # noqa: ANN401

@@ -161,6 +161,11 @@ class Segment:
             return None
         return cls(fd, address, group_sizes)
 
+    @property
+    def pid(self) -> int:
+        """The owner's process."""
+        return int(self.address.split("/")[0])
+
     def close(self) -> None:
         os.close(self._fd)  # the mapping goes with the last view of it
 

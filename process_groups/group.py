@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -279,23 +278,24 @@ class Group:
 
     def abort(self, error: CommunicationError) -> None:
         """Close the group on every rank: bytes of the failed call may still be on their way."""
-        if self._closed is not None:
-            return
-        self._closed = error
+        self._closed = self._closed or error
         if self._transport is not None:
             self._transport.abort(error)
         for work in list(self._under_way):
             work.settle(GroupClosed(f"group {self.name} was closed: {error}", action=work.call.describe()))
 
     async def close(self) -> None:
-        """Finish what is under way, then leave; the peers lose nothing. No call is possible afterwards."""
-        for work in list(self._under_way):
-            with contextlib.suppress(CommunicationError):
+        """Finish what is under way, then leave; the peers lose nothing. No call is possible afterwards.
+
+        Raises the error of a call that nobody awaited: it would be lost otherwise.
+        """
+        try:
+            for work in list(self._under_way):
                 await work
-        if self._closed is None:
-            self._closed = GroupClosed("this rank has left the mesh")
-        if self._transport is not None:
-            await self._transport.close(time.monotonic() + self.timeout)
+        finally:
+            self._closed = self._closed or GroupClosed("this rank has left the mesh")
+            if self._transport is not None:
+                await self._transport.close(time.monotonic() + self.timeout)
 
 
 def _note_overwritten(tensor: torch.Tensor) -> None:

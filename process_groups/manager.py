@@ -90,8 +90,7 @@ class Formation:
 
     async def close(self) -> None:
         """Leave in peace."""
-        for group in self.groups.values():
-            await group.close()
+        await asyncio.gather(*(group.close() for group in self.groups.values()))
 
     def release(self) -> None:
         """Unmap the peers. Their waiting ends with their groups, so this comes last."""
@@ -159,7 +158,7 @@ class _Former:
         self._check_agreement(greetings)
         self._nonce = greetings[0]["segment"]
         topology = self._plan.topology(min(greeting["local_world_size"] for greeting in greetings))
-        segments, pulses = self._map_peers(greetings, own)
+        segments, pulses = self._map_peers(store, greetings, own)
         places = [Place(rank, topology.coords(rank)) for rank in range(self._size)]
         hosts = tuple(greeting["host"] for greeting in greetings)
         groups = {
@@ -184,20 +183,7 @@ class _Former:
             "host": self._environment.host or socket.gethostname(),
             "host_is_given": self._environment.host is not None,
         }
-        store.set(f"greeting/{self._rank}", json.dumps(greeting))
-        keys = [f"greeting/{rank}" for rank in range(self._size)]
-        try:
-            store.wait(keys, timedelta(seconds=self._left()))
-        except (dist.DistStoreError, RuntimeError) as error:
-            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-            raise DeadlineExceeded(
-                f"start-up: {'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing[:20])} of {self._size} did "
-                f"not come within {self._plan.startup_timeout:g} s. "
-                "Look at their output, or raise comm.startup_timeout.",
-                rank=int(missing[0]) if missing else None,
-                action="start-up",
-            ) from error
-        return [json.loads(store.get(key)) for key in keys]
+        return self._exchange(store, "greeting", greeting)
 
     def _check_agreement(self, greetings: Sequence[dict[str, Any]]) -> None:
         for what in ("shape", "order", "backend"):
@@ -212,21 +198,44 @@ class _Former:
                     )
 
     def _map_peers(
-        self, greetings: Sequence[dict[str, Any]], own: Segment
+        self, store: dist.Store, greetings: Sequence[dict[str, Any]], own: Segment
     ) -> tuple[list[Segment | None], list[Pulse | None]]:
-        """On one host means: its segment can be mapped. Namespaces share host names, containers may not share pids."""
-        segments: list[Segment | None] = []
-        pulses: list[Pulse | None] = []
+        """On one host means: either can map the other's segment. Namespaces share host names, containers may not
+        share pids, and permission may go one way only."""
         mine = greetings[self._rank]
+        segments: list[Segment | None] = []
         for rank, greeting in enumerate(greetings):
             apart = mine["host_is_given"] and greeting["host"] != mine["host"]
-            segment = (
-                own if rank == self._rank else None if apart else Segment.open(greeting["segment"], self._group_sizes)
-            )
-            segments.append(segment)
-            pid = int(greeting["segment"].split("/")[0])
-            pulses.append(Pulse(pid) if segment is not None and rank != self._rank else None)
+            if rank == self._rank:
+                segments.append(own)
+            else:
+                segments.append(None if apart else Segment.open(greeting["segment"], self._group_sizes))
+        mapped_by = self._exchange(store, "mapped", [segment is not None for segment in segments])
+        pulses: list[Pulse | None] = [None] * self._size
+        for rank, segment in enumerate(segments):
+            if segment is not None and not mapped_by[rank][self._rank]:
+                segment.close()
+                segments[rank] = None
+            elif segment is not None and rank != self._rank:
+                pulses[rank] = Pulse(segment.pid)
         return segments, pulses
+
+    def _exchange(self, store: dist.Store, what: str, mine: Any) -> list[Any]:  # noqa: ANN401
+        """Tell every rank something, and hear it from each."""
+        store.set(f"{what}/{self._rank}", json.dumps(mine))
+        keys = [f"{what}/{rank}" for rank in range(self._size)]
+        try:
+            store.wait(keys, timedelta(seconds=self._left()))
+        except (dist.DistStoreError, RuntimeError) as error:
+            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+            raise DeadlineExceeded(
+                f"start-up: {'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing[:20])} of {self._size} did "
+                f"not come within {self._plan.startup_timeout:g} s. "
+                "Look at their output, or raise comm.startup_timeout.",
+                rank=int(missing[0]) if missing else None,
+                action="start-up",
+            ) from error
+        return [json.loads(store.get(key)) for key in keys]
 
     def _open_group(
         self,
@@ -266,19 +275,13 @@ class _Former:
         try:
             backend = open_backend(kind, store, me, len(members), loopback=loopback, timeout=self._left())
         except RuntimeError as error:
-            raise _failed_start(f"group {name} of {', '.join(str(m.place) for m in members)}", error) from error
+            who = ", ".join(str(member.place) for member in members)
+            reason = str(error).partition("\n")[0]
+            raise type(translate(error))(
+                f"start-up: group {name} of {who} could not connect: {reason}", action="start-up"
+            ) from error
         return TorchTransport(kind, backend, store, name, members, me, device)
 
     def _wait_for_all(self, store: dist.Store) -> None:
         """A rank that fails right after the start must not break the groups that others still form."""
-        if store.add("num_formed", 1) == self._size:
-            store.set("all_formed", "1")
-        try:
-            store.wait(["all_formed"], timedelta(seconds=self._left()))
-        except (dist.DistStoreError, RuntimeError) as error:
-            raise _failed_start("the mesh", error) from error
-
-
-def _failed_start(what: str, error: RuntimeError) -> CommunicationError:
-    kind = type(translate(error))
-    return kind(f"start-up: {what} could not connect: {str(error).partition(chr(10))[0]}", action="start-up")
+        self._exchange(store, "formed", True)

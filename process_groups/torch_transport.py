@@ -52,7 +52,7 @@ class TorchTransport:
     ) -> None:
         self.name, self.device = kind, device
         self._backend: TorchBackend | None = opened.backend
-        self._connections = opened.connections
+        self._cut = opened.cut
         self._under_way: dict[Call, Completion] = {}
         self._released: Future[None] | None = None
         self._members, self._me = members, me
@@ -136,10 +136,12 @@ class TorchTransport:
         self._ledger.finished(call)
 
     def abort(self, error: CommunicationError) -> None:
+        if self._released is not None:
+            return
         self._ledger.close(error)
         if self._notes is not None:
             self._notes.broken(error)
-        self._connections.cut()
+        self._cut()
         self._released = self._release()
 
     async def close(self, deadline: float) -> None:

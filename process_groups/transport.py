@@ -144,7 +144,7 @@ class Transport(Protocol):
         """The call ended well and this rank has seen it."""
 
     def abort(self, error: CommunicationError) -> None:
-        """Give the group up and tell the peers why. Calls under way end soon, in whatever way."""
+        """Give the group up and tell the peers why; nothing the second time. Calls under way end soon, somehow."""
 
     async def close(self, deadline: float) -> None:
         """Leave in peace: wait until the peers have all they need from this rank, at most until this moment."""

@@ -86,7 +86,8 @@ class Work:
         try:
             await waiter
         except asyncio.CancelledError:
-            self._group._cancelled(self.call)
+            if not self._ended:
+                self._group._cancelled(self.call)
             raise
 
     def watch(self) -> None:

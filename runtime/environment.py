@@ -58,6 +58,11 @@ class RankEnvironment:
 def read_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
     """The first starter that left its marks: launch, torchrun (or anything with MASTER_ADDR), SLURM, none."""
     if "PARALLEL3D_STORE_FD" in environ:
+        if environ.get("PARALLEL3D_RANK_PID", str(os.getpid())) != str(os.getpid()):
+            raise LaunchError(
+                f"this process was started by rank {environ.get('RANK')} and is no rank itself: only the processes "
+                "that `parallel3d launch` started can form its mesh."
+            )
         return _from_torch_names(environ, InheritedFile(_number(environ, "PARALLEL3D_STORE_FD")))
     if "MASTER_ADDR" in environ and "RANK" in environ:
         by_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
