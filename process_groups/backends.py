@@ -19,7 +19,7 @@ import torch.distributed.distributed_c10d as c10d  # some options are not re-exp
 from process_groups.connections import Connections, exchange_endpoints, listening_endpoints
 from process_groups.transport import Call
 from runtime.environment import InheritedFile, Nowhere, PrivateFile, RankEnvironment, StoreServer
-from runtime.errors import LaunchError
+from runtime.errors import DeadlineExceeded, LaunchError, Parallel3DError, PeerLost
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 BACKSTOP = 5.0  # seconds: our own deadline comes first and names the rank; this one frees the backend's thread
@@ -44,6 +44,24 @@ def open_store(environment: RankEnvironment, timeout: float) -> dist.Store:
                 timeout=timedelta(seconds=timeout),
                 wait_for_workers=False,
             )
+
+
+def explain_store_error(error: dist.DistNetworkError, environment: RankEnvironment, timeout: float) -> Parallel3DError:
+    """Why the start-up failed when its store could not be served, reached, or was gone: torch names no rank."""
+    place = environment.meeting_place
+    assert isinstance(place, StoreServer)  # only that one has a network
+    where, text = f"the store at {place.host}:{place.port}", str(error).partition("\n")[0]
+    if environment.rank == 0 and not place.served_by_agent:
+        return LaunchError(f"start-up: rank 0 can't serve {where}: {text} Choose another MASTER_PORT.")
+    server, rank = ("The agent", None) if place.served_by_agent else ("Rank 0", 0)
+    if "timed out" in text:
+        return DeadlineExceeded(
+            f"start-up: {where} could not be reached within {timeout:g} s. {server} serves it: look at its output, or "
+            "raise comm.startup_timeout.",
+            rank=rank,
+            action="start-up",
+        )
+    return PeerLost(f"start-up: {where} is gone. {server} served it: look at its output.", rank=rank, action="start-up")
 
 
 def _make_private(folder: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from process_groups.backends import choose_backend, device_of, open_backend, open_store
+from process_groups.backends import choose_backend, device_of, explain_store_error, open_backend, open_store
 from process_groups.connections import loopback_address
 from process_groups.board import Pulse, Segment
 from process_groups.group import Group
@@ -25,7 +25,7 @@ from process_groups.topology import AXES, Topology, auto_order
 from process_groups.torch_transport import TorchTransport, translate
 from process_groups.transport import Place
 from runtime.environment import PrivateFile, RankEnvironment
-from runtime.errors import CommunicationError, Coords, DeadlineExceeded, LaunchError, Mismatch
+from runtime.errors import CommunicationError, Coords, DeadlineExceeded, LaunchError, Mismatch, PeerLost
 from runtime.threads import DaemonThreads
 
 GROUP_NAMES = ("world", *AXES)
@@ -141,6 +141,12 @@ class _Former:
         self._group_sizes = (self._size, plan.dp, plan.tp, plan.pp)
 
     def form(self) -> Formation:
+        try:
+            return self._form()
+        except dist.DistNetworkError as error:
+            raise explain_store_error(error, self._environment, self._plan.startup_timeout) from error
+
+    def _form(self) -> Formation:
         store = open_store(self._environment, self._plan.startup_timeout)
         number = store.add(f"meshes/{self._rank}", 1)  # the n-th mesh of every rank is the same mesh
         store = dist.PrefixStore(f"mesh{number}", store)
@@ -157,7 +163,8 @@ class _Former:
             name: self._open_group(store, topology, name, index, places, segments, pulses)
             for index, name in enumerate(GROUP_NAMES)
         }
-        self._wait_for_all(store)
+        members = [Member(place, None, pulse) for place, pulse in zip(places, pulses, strict=True)]
+        self._wait_for_all(store, members)
         kept_pulses = tuple(pulse for pulse in pulses if pulse is not None)
         return Formation(self._rank, topology, hosts, groups, tuple(filter(None, segments)), kept_pulses)
 
@@ -250,19 +257,30 @@ class _Former:
         try:
             backend = open_backend(kind, store, me, len(members), loopback=loopback, timeout=self._left())
         except RuntimeError as error:
-            raise _failed_start(f"group {name} of {', '.join(str(m.place) for m in members)}", error) from error
+            what = f"group {name} of {', '.join(str(m.place) for m in members)}"
+            raise _failed_start(what, error, members) from error
         return TorchTransport(kind, backend, store, name, members, me, device)
 
-    def _wait_for_all(self, store: dist.Store) -> None:
+    def _wait_for_all(self, store: dist.Store, members: Sequence[Member]) -> None:
         """A rank that fails right after the start must not break the groups that others still form."""
         if store.add("num_formed", 1) == self._size:
             store.set("all_formed", "1")
         try:
             store.wait(["all_formed"], timedelta(seconds=self._left()))
         except (dist.DistStoreError, RuntimeError) as error:
-            raise _failed_start("the mesh", error) from error
+            raise _failed_start("the mesh", error, members) from error
 
 
-def _failed_start(what: str, error: RuntimeError) -> CommunicationError:
+def _failed_start(what: str, error: RuntimeError, members: Sequence[Member]) -> Exception:
+    dead = [member.place for member in members if member.pulse is not None and member.pulse.is_dead()]
+    if dead:
+        return PeerLost(
+            f"start-up: {' and '.join(map(str, dead))} ended before the mesh was formed.",
+            rank=dead[0].rank,
+            coords=dead[0].coords,
+            action="start-up",
+        )
+    if isinstance(error, dist.DistNetworkError):  # the store's, not the group's
+        return error
     kind = type(translate(error))
     return kind(f"start-up: {what} could not connect: {str(error).partition(chr(10))[0]}", action="start-up")
