@@ -123,11 +123,12 @@ async def form(plan: MeshPlan, environment: RankEnvironment) -> Formation:
 
 
 async def _remove_meeting_file(formation: Formation, path: str) -> None:
-    """Shared memory has taken over: leave no file behind. The second barrier keeps a next mesh from finding it."""
+    """Shared memory has taken over: leave nothing behind. The second barrier keeps a next mesh from finding it."""
     world = formation.groups["world"]
     await world.barrier()
     if formation.rank == 0:
         os.unlink(path)
+        os.rmdir(os.path.dirname(path))
     await world.barrier()
 
 

@@ -102,7 +102,8 @@ def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
     if world_size == 1:
         place = Nowhere()
     elif num_nodes == 1:  # torch's TCPStore would listen on every interface
-        place = PrivateFile(os.path.join(tempfile.gettempdir(), f"parallel3d-{os.getuid()}", f"slurm-{step}"))
+        folder = f"parallel3d-{os.getuid()}-slurm-{step}"  # the step's own, so that it can be removed with the file
+        place = PrivateFile(os.path.join(tempfile.gettempdir(), folder, "meeting"))
     else:
         host = first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
         # Steps of one job may run at once, and jobs share nodes: spread them over the unprivileged ports.
