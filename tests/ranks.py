@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -20,6 +21,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["__main__", "torch", "parallel3d.rank_mesh", "runtime.loop", __name__])
 
 Tell = Callable[[object], None]
+Main = Callable[..., Coroutine[Any, Any, None]]
 
 
 def free_port() -> int:
@@ -45,14 +47,38 @@ def torch_variables(world_size: int, **more: str) -> list[dict[str, str]]:
     ]
 
 
+def slurm_variables(world_size: int, num_nodes: int = 1, **more: str) -> list[dict[str, str]]:
+    """What srun would set for each task; their number is the same on each node."""
+    per_node = world_size // num_nodes
+    return [
+        {
+            "SLURM_PROCID": str(rank),
+            "SLURM_NTASKS": str(world_size),
+            "SLURM_LOCALID": str(rank % per_node),
+            "SLURM_NODEID": str(rank // per_node),
+            "SLURM_JOB_ID": "4711",
+            "SLURM_STEP_ID": "0",
+            "SLURM_NNODES": str(num_nodes),
+            "SLURM_STEP_TASKS_PER_NODE": f"{per_node}(x{num_nodes})" if num_nodes > 1 else str(per_node),
+            **more,
+        }
+        for rank in range(world_size)
+    ]
+
+
 class Rank:
     """One process that runs `main(tell, *args)`; what it tells arrives in `hear`, its error last."""
 
     def __init__(
-        self, main: Callable[..., Coroutine[Any, Any, None]], args: Sequence[object], environment: Mapping[str, str]
+        self,
+        main: Main,
+        args: Sequence[object],
+        environment: Mapping[str, str],
     ) -> None:
         self._ear, mouth = _context.Pipe(duplex=False)
-        self._process = _context.Process(target=_live, args=(mouth, main, args, dict(environment)), daemon=True)
+        self._process = _context.Process(
+            target=_live, args=(mouth, main, args, dict(environment)), daemon=True
+        )
         self._process.start()
         mouth.close()
         assert self._process.pid is not None
@@ -90,7 +116,7 @@ class Ranks(list[Rank]):
 
     def __init__(
         self,
-        main: Callable[..., Coroutine[Any, Any, None]],
+        main: Main,
         environments: Sequence[Mapping[str, str]],
         args: Sequence[object] = (),
     ) -> None:
@@ -106,12 +132,13 @@ class Ranks(list[Rank]):
 
 def _live(
     mouth: Connection,
-    main: Callable[..., Coroutine[Any, Any, None]],
+    main: Main,
     args: Sequence[object],
     environment: Mapping[str, str],
 ) -> None:
     """What a rank process does."""
     os.environ.update(environment)
+    tempfile.tempdir = None  # found again, from this rank's TMPDIR
     import parallel3d
 
     try:

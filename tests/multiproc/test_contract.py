@@ -22,7 +22,7 @@ TRANSPORTS = {
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcomes]:
-    """What each rank wrote, by transport. One launch runs all scenarios, when the first of them is asked for."""
+    """What each rank wrote, by transport. One launch runs all scenarios, when first asked."""
     known: dict[str, Outcomes] = {}
 
     def outcomes(transport: str) -> Outcomes:
