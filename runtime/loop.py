@@ -26,10 +26,15 @@ def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
             terminated = True
             task.cancel()
 
-        task = asyncio.current_task()
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
-        return await main()
+        previous = signal.getsignal(signal.SIGTERM)
+        loop.add_signal_handler(signal.SIGTERM, terminate)
+        try:
+            return await main()
+        finally:  # uvloop would leave its own handler, and the process deaf to SIGTERM
+            loop.remove_signal_handler(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
