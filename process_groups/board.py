@@ -103,10 +103,7 @@ class Page:
         """Say that this rank has left (None), or why it gave the group up. The first word stands."""
         if self._state() != _OPEN:
             return
-        note = b"" if error is None else json.dumps(error.to_wire()).encode()
-        if len(note) > _NOTE - 8 and error is not None:  # keep the kind and the rank, cut the words
-            wire = error.to_wire()
-            note = json.dumps(wire | {"message": wire["message"][: _NOTE // 8]}).encode()
+        note = b"" if error is None else _note(error)
         self._memory[8 : 8 + len(note)] = note
         _NOTE_HEAD.pack_into(self._memory, 0, _LEFT if error is None else _BROKEN, len(note))
 
@@ -121,6 +118,15 @@ class Page:
         """Why the owner gave the group up."""
         state, length = _NOTE_HEAD.unpack_from(self._memory, 0)
         return CommunicationError.from_wire(json.loads(bytes(self._memory[8 : 8 + length]))) if state == _BROKEN else None
+
+
+def _note(error: CommunicationError) -> bytes:
+    """The error in the room that a page has: kind and rank are kept, the longest words are cut."""
+    wire = error.to_wire()
+    while len(note := json.dumps(wire).encode()) > _NOTE - _NOTE_HEAD.size:
+        longest = max("message", "action", key=lambda name: len(wire[name] or ""))
+        wire[longest] = wire[longest][: len(wire[longest]) * 7 // 8]
+    return note
 
 
 class Segment:
