@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup run test quick check lint docs bench clean
+.PHONY: setup run test quick check lint docs clean
 
 setup: .venv/.installed
 

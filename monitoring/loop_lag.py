@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 BOUNDS = (0.0005, 0.001, 0.002, 0.005, 0.010, 0.020, 0.050, 0.100, 0.250, 1.0, float("inf"))
@@ -55,8 +55,9 @@ class LagMeter:
         self._interval = interval
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self) -> None:
-        self._loop = asyncio.get_running_loop()
+    def start(self, also: Callable[[], None] = lambda: None) -> None:
+        """`also` is called with each timer: it shows that the loop moves."""
+        self._loop, self._also = asyncio.get_running_loop(), also
         self._arm()
 
     def _arm(self) -> None:
@@ -65,6 +66,7 @@ class LagMeter:
 
     def _ring(self, due: float) -> None:
         self.histogram.observe(max(0.0, time.monotonic() - due))
+        self._also()
         self._arm()
 
     def stop(self) -> None:

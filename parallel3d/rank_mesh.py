@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import itertools
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Place = tuple[InProcessWorld, int]
 
+_mesh_numbers = itertools.count(1)  # counted where meshes are entered, which is in the same order on every rank
 _REPORT_INTERVAL = 1.0  # seconds between two reports of the event loop's lag to the launcher
 _place_in_process: contextvars.ContextVar[Place | None] = contextvars.ContextVar("place_in_process", default=None)
 
@@ -124,7 +126,7 @@ class Mesh:
             raise InvalidCall("this mesh was entered before; make a new one with parallel3d.mesh(...).")
         if self._place is None:
             self._set_threads()
-            self._formation = await form(self._plan, self._environment)
+            self._formation = await form(self._plan, self._environment, next(_mesh_numbers))
         else:
             self._formation = form_in_process(self._plan, *self._place)
         self.rank, self.topology, self.hosts = (
@@ -135,7 +137,7 @@ class Mesh:
         self.world_size, self.coords = self.topology.world_size, self.topology.coords(self.rank)
         for name, group in self._formation.groups.items():
             setattr(self, name, group)
-        self._lag.start()
+        self._lag.start(self._formation.beat)
         if self._control is not None:
             self._control.send("mesh", coords=list(self.coords))
             self._report_lag()

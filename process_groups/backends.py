@@ -6,7 +6,9 @@ default group and every rank's cooperation; this needs the members only, and two
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +22,7 @@ import torch.distributed.distributed_c10d as c10d  # some options are not re-exp
 from process_groups.connections import Connections, exchange_endpoints, listening_endpoints
 from process_groups.transport import Call
 from runtime.environment import InheritedFile, Nowhere, PrivateFile, RankEnvironment, StoreServer
-from runtime.errors import LaunchError
+from runtime.errors import DeadlineExceeded, LaunchError, Parallel3DError, PeerLost
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -43,14 +45,43 @@ def open_store(environment: RankEnvironment, timeout: float) -> dist.Store:
             _make_private(os.path.dirname(path))
             return dist.FileStore(path, environment.world_size)
         case StoreServer(host, port, served_by_agent):
+            serves = environment.rank == 0 and not served_by_agent
             return dist.TCPStore(
                 host,
                 port,
                 environment.world_size,
-                is_master=environment.rank == 0 and not served_by_agent,
+                is_master=serves,
                 timeout=timedelta(seconds=timeout),
                 wait_for_workers=False,
+                master_listen_fd=_listen_on_loopback(host, port) if serves else None,
             )
+
+
+def _listen_on_loopback(host: str, port: int) -> int | None:
+    """Left to itself, a TCPStore listens on every interface, whatever address it is given."""
+    with contextlib.suppress(OSError):  # not a name of this host, or taken: torch says it better
+        address = socket.gethostbyname(host)
+        if address.startswith("127."):
+            return socket.create_server((address, port), backlog=1024).detach()
+    return None
+
+
+def explain_store_error(error: dist.DistNetworkError, environment: RankEnvironment, timeout: float) -> Parallel3DError:
+    """Why the start-up failed when its store could not be served, reached, or was gone: torch names no rank."""
+    place = environment.meeting_place
+    assert isinstance(place, StoreServer)  # only that one has a network
+    where, text = f"the store at {place.host}:{place.port}", str(error).partition("\n")[0]
+    if environment.rank == 0 and not place.served_by_agent:
+        return LaunchError(f"start-up: rank 0 can't serve {where}: {text} Choose another MASTER_PORT.")
+    server, rank = ("The agent", None) if place.served_by_agent else ("Rank 0", 0)
+    if "timed out" in text:
+        return DeadlineExceeded(
+            f"start-up: {where} could not be reached within {timeout:g} s. {server} serves it: look at its output, or "
+            "raise comm.startup_timeout.",
+            rank=rank,
+            action="start-up",
+        )
+    return PeerLost(f"start-up: {where} is gone. {server} served it: look at its output.", rank=rank, action="start-up")
 
 
 def _make_private(folder: str) -> None:

@@ -10,6 +10,7 @@ from its own post to its first look.)
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -22,11 +23,12 @@ from collections.abc import Sequence
 from runtime.errors import CommunicationError
 
 _NONCE = 16
+_HEADER = _NONCE + 8  # the nonce and the heartbeat
 _SLOT = 256
 _TEXT = _SLOT - 10
 _NOTE = 4096
 _COLLECTIVE_SLOTS = 256  # a rank may run this far ahead of its peers and still be checked
-_PEER_SLOTS = 16
+_PEER_SLOTS = 256
 _NUMBER = struct.Struct("<Q")
 _SLOT_HEAD = struct.Struct("<QH")
 _NOTE_HEAD = struct.Struct("<II")
@@ -55,9 +57,14 @@ class Ring:
     def post(self, number: int, text: str) -> None:
         """Write down the next call."""
         at, data = 16 + number % self._num_slots * _SLOT, text[:_TEXT].encode()
+        _NUMBER.pack_into(self._memory, at, 0)  # nobody shall read the old number with the new text
         self._memory[at + 10 : at + 10 + len(data)] = data
         _SLOT_HEAD.pack_into(self._memory, at, number, len(data))
         _NUMBER.pack_into(self._memory, 0, number)
+
+    def has_room(self, number: int) -> bool:
+        """Whether the owner of this ring is near enough for its slots to hold what it has not compared yet."""
+        return number - self.issued < self._num_slots
 
     def finish(self) -> None:
         self._num_finished += 1
@@ -103,10 +110,7 @@ class Page:
         """Say that this rank has left (None), or why it gave the group up. The first word stands."""
         if self._state() != _OPEN:
             return
-        note = b"" if error is None else json.dumps(error.to_wire()).encode()
-        if len(note) > _NOTE - 8 and error is not None:  # keep the kind and the rank, cut the words
-            wire = error.to_wire()
-            note = json.dumps(wire | {"message": wire["message"][: _NOTE // 8]}).encode()
+        note = b"" if error is None else _note(error)
         self._memory[8 : 8 + len(note)] = note
         _NOTE_HEAD.pack_into(self._memory, 0, _LEFT if error is None else _BROKEN, len(note))
 
@@ -125,6 +129,15 @@ class Page:
         )
 
 
+def _note(error: CommunicationError) -> bytes:
+    """The error in the room that a page has: kind and rank are kept, the longest words are cut."""
+    wire = error.to_wire()
+    while len(note := json.dumps(wire).encode()) > _NOTE - _NOTE_HEAD.size:
+        longest = max("message", "action", key=lambda name: len(wire[name] or ""))
+        wire[longest] = wire[longest][: len(wire[longest]) * 7 // 8]
+    return note
+
+
 class Segment:
     """A rank's shared memory: this rank's own, or a peer's as this process maps it."""
 
@@ -134,7 +147,7 @@ class Segment:
         self._mapping = mmap.mmap(fd, 0)
         self._memory = memoryview(self._mapping)
         self.pages: list[Page] = []
-        at = _NONCE
+        at = _HEADER
         for size in group_sizes:
             self.pages.append(Page(self._memory[at : at + Page.size(size)], size))
             at += Page.size(size)
@@ -143,7 +156,7 @@ class Segment:
     def create(cls, group_sizes: Sequence[int]) -> Segment:
         fd = os.memfd_create("parallel3d-board", os.MFD_CLOEXEC)
         nonce = secrets.token_bytes(_NONCE)
-        os.ftruncate(fd, _NONCE + sum(map(Page.size, group_sizes)))
+        os.ftruncate(fd, _HEADER + sum(map(Page.size, group_sizes)))
         os.pwrite(fd, nonce, 0)
         return cls(fd, f"{os.getpid()}/{fd}/{nonce.hex()}", group_sizes)
 
@@ -152,14 +165,23 @@ class Segment:
         """Map a peer's segment; None where that can't be done: another host, container or user."""
         pid, number, nonce = address.split("/")
         try:
-            fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
             return None
-        # The same pid and number may exist here and mean something else: the nonce decides.
-        if os.pread(fd, _NONCE, 0).hex() != nonce:
-            os.close(fd)
-            return None
-        return cls(fd, address, group_sizes)
+        # The same pid and number may exist here and mean something else, a pipe even: the nonce decides.
+        with contextlib.suppress(OSError):
+            if os.pread(fd, _NONCE, 0).hex() == nonce:
+                return cls(fd, address, group_sizes)
+        os.close(fd)
+        return None
+
+    @property
+    def heartbeats(self) -> int:
+        return int(_NUMBER.unpack_from(self._memory, _NONCE)[0])
+
+    def beat(self) -> None:
+        """The owner's event loop moves."""
+        _NUMBER.pack_into(self._memory, _NONCE, self.heartbeats + 1)
 
     @property
     def pid(self) -> int:
@@ -171,15 +193,24 @@ class Segment:
 
 
 class Pulse:
-    """Whether a process on this host still lives."""
+    """Whether a peer on this host still lives, and whether its event loop still moves."""
 
-    def __init__(self, pid: int) -> None:
-        self._fd = os.pidfd_open(pid)
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self._heartbeats, self._changed = segment.heartbeats, time.monotonic()
+        self._fd = os.pidfd_open(segment.pid)
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
 
     def is_dead(self) -> bool:
         return bool(self._poll.poll(0))
+
+    def seconds_still(self) -> float:
+        """How long the heartbeat has stood still, as far as those who asked have seen."""
+        heartbeats = self._segment.heartbeats
+        if heartbeats != self._heartbeats:
+            self._heartbeats, self._changed = heartbeats, time.monotonic()
+        return time.monotonic() - self._changed
 
     def close(self) -> None:
         os.close(self._fd)

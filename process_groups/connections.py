@@ -67,8 +67,13 @@ def _own_sockets() -> Iterator[socket.socket]:
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
-            sock = socket.socket(fileno=os.dup(int(name)))
+            copy = os.dup(int(name))
         except OSError:  # closed meanwhile
+            continue
+        try:
+            sock = socket.socket(fileno=copy)
+        except OSError:  # its number means another file now
+            os.close(copy)
             continue
         with sock:
             if sock.family in (socket.AF_INET, socket.AF_INET6):

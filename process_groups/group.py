@@ -24,6 +24,7 @@ REDUCIBLE = frozenset(
     )
 )
 STRATEGIES = ("default",)
+_TURN = 0.005  # seconds
 
 
 class Group:
@@ -50,6 +51,7 @@ class Group:
         self._transport = transport
         self._coords_of = coords_of
         self._under_way: set[Work] = set()
+        self._loop_had_its_turn = 0.0
         self._numbers: dict[tuple[str, int | None] | None, int] = {}
         self._closed: CommunicationError | None = None
 
@@ -202,12 +204,13 @@ class Group:
         timeout: float | None,
     ) -> Work:
         limit = self._limit(timeout)
-        moved_from = None if source is None else source.detach().contiguous()
+        moved_from = None if source is None else _plain(source)
         moved_to = copy_back = None
         if target is not None:
+            _check_writable(kind, target)
             _note_overwritten(target)
-            moved_to = moved_from if source is target else target.detach().contiguous()
-            if moved_to is not None and not target.is_contiguous():
+            moved_to = moved_from if source is target else _plain(target)
+            if moved_to is not None and moved_to.data_ptr() != target.data_ptr():
                 copy_back = CopyBack(staging=moved_to, to=target.detach())
         terms = describe_terms(kind, op, peer, shown.dtype, shown.shape)
         call = Call(kind, moved_from, moved_to, op, peer, limit, self._number(kind, peer), terms)
@@ -244,6 +247,14 @@ class Group:
         if error is None and self._transport is not None:
             self._transport.finished(work.call)
 
+    def _has_kept_the_loop(self) -> bool:
+        """Whether calls that ended on the spot have kept everything else from running for some milliseconds."""
+        now = time.monotonic()
+        if now - self._loop_had_its_turn < _TURN:
+            return False
+        self._loop_had_its_turn = now
+        return True
+
     def _trouble(self, call: Call) -> CommunicationError | None:
         assert self._transport is not None
         return self._transport.trouble(call)
@@ -251,14 +262,14 @@ class Group:
     def _too_late(self, call: Call) -> DeadlineExceeded:
         assert self._transport is not None
         what = f"{call.describe()} on group {self.name} did not end within {call.timeout:g} s"
-        absent = self._transport.absent(call)
-        if absent is None:
+        culprit = self._transport.culprit(call)
+        if culprit is None:
             return DeadlineExceeded(f"{what}, though every rank has called it.", action=call.describe())
-        who, last = absent
+        who, how = culprit
         rank = self.ranks[who]
         coords = self._coords_of(rank)
         return DeadlineExceeded(
-            f"{what}: {name_rank(rank, coords)} has not called it; {last}.",
+            f"{what}: {name_rank(rank, coords)} {how}.",
             rank=rank,
             coords=coords,
             action=call.describe(),
@@ -296,6 +307,16 @@ class Group:
             self._closed = self._closed or GroupClosed("this rank has left the mesh")
             if self._transport is not None:
                 await self._transport.close(time.monotonic() + self.timeout)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values as bytes in a row: the tensor itself where it already is that, else a copy."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _check_writable(kind: str, tensor: torch.Tensor) -> None:
+    if 0 in tensor.stride() and any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise InvalidCall(f"{kind}: some elements of the tensor are one in memory (expand); give a .clone() of it.")
 
 
 def _note_overwritten(tensor: torch.Tensor) -> None:

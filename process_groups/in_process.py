@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from process_groups.transport import Call, Completion, Place, last_call, mismatch, peer_lost
+from process_groups.transport import Call, Completion, Place, mismatch, not_made, peer_lost
 from runtime.errors import CommunicationError, Coords
 
 CPU = torch.device("cpu")
@@ -88,12 +88,13 @@ class InProcessTransport:
             return None
         return peer_lost(self._exchange.group_name, call, self._places[gone], "left the mesh")
 
-    def absent(self, call: Call) -> tuple[int, str] | None:
+    def culprit(self, call: Call) -> tuple[int, str] | None:
         peer = next(iter(self._unmade(call)), None)
         if peer is None:
             return None
         latest = self._exchange.last.get(peer)
-        return peer, last_call(None, 0) if latest is None else last_call(latest.terms, latest.number)
+        num_made = self._exchange.issued.get((peer, self._channel(call)), 0)
+        return peer, not_made(call, num_made, latest.terms if latest is not None else None)
 
     def _unmade(self, call: Call) -> list[int]:
         """The peers that have not made the call yet."""

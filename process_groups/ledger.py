@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from process_groups.board import Page, Pulse, Ring
-from process_groups.transport import POINT_TO_POINT, Call, Place, last_call, mismatch, peer_lost
+from process_groups.transport import POINT_TO_POINT, Call, Place, mismatch, not_made, peer_lost
 from runtime.errors import CommunicationError, Mismatch
+
+_STANDS_STILL = 0.4  # seconds: eight heartbeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,8 @@ class Ledger:
                 return error
         for index, member in self._partners(call):
             assert member.page is not None
+            if member.pulse is not None:
+                member.pulse.seconds_still()  # looked at now, it can tell later
             dead = member.pulse is not None and member.pulse.is_dead()  # first: it may have left before it ended
             if member.page.has_left:
                 lost = "left the mesh" if self._theirs(call, index).issued < call.number else None
@@ -65,15 +69,23 @@ class Ledger:
                 return peer_lost(self._group_name, call, member.place, lost)
         return None
 
-    def absent(self, call: Call) -> tuple[int, str] | None:
-        """The first peer that has not made `call`, and what it did last."""
+    def culprit(self, call: Call) -> tuple[int, str] | None:
+        """A peer that has not made `call`, or else one that has and stands still."""
         for index, member in self._partners(call):
-            ring = self._theirs(call, index)
-            if ring.issued < call.number:
-                assert member.page is not None
-                latest = member.page.collectives
-                return index, last_call(latest.read(latest.issued), latest.issued)
+            assert member.page is not None
+            issued = self._theirs(call, index).issued
+            if issued < call.number:
+                return index, not_made(call, issued, member.page.collectives.read(member.page.collectives.issued))
+        for index, member in self._partners(call):
+            still = member.pulse.seconds_still() if member.pulse is not None else 0.0
+            if still > _STANDS_STILL:
+                return index, f"has called it, but its event loop has not moved for {still:.1f} s"
         return None
+
+    def has_room(self, call: Call) -> bool:
+        """Whether every partner is near enough to compare the call with its own when it comes to it."""
+        theirs = self._collective_rings[1] if call.kind not in POINT_TO_POINT else self._pair_rings(call)[1]
+        return all(ring.has_room(call.number) for _, ring in theirs)
 
     def close(self, error: CommunicationError | None) -> None:
         self._own.close(error)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from process_groups.backends import BACKENDS, choose_backend, device_of, open_backend, open_store
+from process_groups.backends import BACKENDS, choose_backend, device_of, explain_store_error, open_backend, open_store
 from process_groups.board import Pulse, Segment
 from process_groups.connections import loopback_address
 from process_groups.group import Group
@@ -24,8 +26,8 @@ from process_groups.ledger import Member
 from process_groups.topology import AXES, Topology, auto_order
 from process_groups.torch_transport import TorchTransport, translate
 from process_groups.transport import Place
-from runtime.environment import PrivateFile, RankEnvironment
-from runtime.errors import CommunicationError, Coords, DeadlineExceeded, InvalidCall, LaunchError, Mismatch
+from runtime.environment import InheritedFile, PrivateFile, RankEnvironment
+from runtime.errors import CommunicationError, Coords, DeadlineExceeded, InvalidCall, LaunchError, Mismatch, PeerLost
 from runtime.threads import DaemonThreads
 
 GROUP_NAMES = ("world", *AXES)
@@ -80,8 +82,14 @@ class Formation:
     """The host of each rank."""
 
     groups: dict[str, Group]
+    _own: Segment | None = None
     _segments: tuple[Segment, ...] = ()
     _pulses: tuple[Pulse, ...] = ()
+
+    def beat(self) -> None:
+        """Show the peers that this rank's event loop moves."""
+        if self._own is not None:
+            self._own.beat()
 
     def abort(self, error: CommunicationError) -> None:
         """Leave because something failed; peers that wait for this rank are told why."""
@@ -90,7 +98,10 @@ class Formation:
 
     async def close(self) -> None:
         """Leave in peace."""
-        await asyncio.gather(*(group.close() for group in self.groups.values()))
+        closing = (group.close() for group in self.groups.values())
+        for outcome in await asyncio.gather(*closing, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
 
     def release(self) -> None:
         """Unmap the peers. Their waiting ends with their groups, so this comes last."""
@@ -117,57 +128,87 @@ def form_in_process(plan: MeshPlan, world: InProcessWorld, rank: int) -> Formati
     return Formation(rank, topology, (socket.gethostname(),) * world.size, groups)
 
 
-async def form(plan: MeshPlan, environment: RankEnvironment) -> Formation:
-    """The mesh of a rank that is a process. Meeting blocks, so a thread does it and the loop stays free."""
+async def form(plan: MeshPlan, environment: RankEnvironment, number: int) -> Formation:
+    """The mesh of a rank that is a process; its n-th is the n-th of every other rank.
+
+    Meeting blocks, so a thread does it and the loop stays free.
+    """
     plan.check_world_size(environment.world_size)
     threads = DaemonThreads("parallel3d-form", limit=1)
+    forming = threads.submit(_Former(plan, environment, number).form)
+    threads.stop()
     try:
-        formation = await asyncio.wrap_future(threads.submit(_Former(plan, environment).form))
-    finally:
-        threads.stop()
+        formation = await asyncio.wrap_future(forming)
+    except asyncio.CancelledError:
+        forming.add_done_callback(_discard)
+        raise
     if isinstance(environment.meeting_place, PrivateFile):
         await _remove_meeting_file(formation, environment.meeting_place.path)
     return formation
 
 
+def _discard(forming: Future[Formation]) -> None:
+    """Nobody waits for this mesh any more; its peers shall not wait either."""
+    if forming.exception() is None:
+        formation = forming.result()
+        place = Place(formation.rank, formation.topology.coords(formation.rank))
+        formation.abort(PeerLost(f"{place} was cancelled", rank=place.rank, coords=place.coords))
+        formation.release()
+
+
 async def _remove_meeting_file(formation: Formation, path: str) -> None:
-    """Shared memory has taken over: leave no file behind. The second barrier keeps a next mesh from finding it."""
+    """Shared memory has taken over: leave nothing behind. The second barrier keeps a next mesh from finding it."""
     world = formation.groups["world"]
     await world.barrier()
     if formation.rank == 0:
         os.unlink(path)
+        with contextlib.suppress(OSError):  # another job of this user may meet there now
+            os.rmdir(os.path.dirname(path))
     await world.barrier()
 
 
 class _Former:
     """The blocking steps of `form`, in order."""
 
-    def __init__(self, plan: MeshPlan, environment: RankEnvironment) -> None:
-        self._plan, self._environment = plan, environment
+    def __init__(self, plan: MeshPlan, environment: RankEnvironment, number: int) -> None:
+        self._plan, self._environment, self._number = plan, environment, number
         self._deadline = time.monotonic() + plan.startup_timeout
         self._rank, self._size = environment.rank, environment.world_size
         self._group_sizes = (self._size, plan.dp, plan.tp, plan.pp)
+        self._segments: list[Segment | None] = []
+        self._pulses: list[Pulse | None] = []
 
     def form(self) -> Formation:
+        try:
+            return self._form()
+        except BaseException as error:
+            for thing in (*self._segments, *self._pulses):
+                if thing is not None:
+                    thing.close()
+            if isinstance(error, dist.DistNetworkError):
+                raise explain_store_error(error, self._environment, self._plan.startup_timeout) from error
+            raise
+
+    def _form(self) -> Formation:
         store = open_store(self._environment, self._plan.startup_timeout)
-        number = store.add(f"meshes/{self._rank}", 1)  # the n-th mesh of every rank is the same mesh
-        store = dist.PrefixStore(f"mesh{number}", store)
+        store = dist.PrefixStore(f"attempt{self._environment.attempt}/mesh{self._number}", store)
         store.set_timeout(timedelta(seconds=self._plan.startup_timeout))
         own = Segment.create(self._group_sizes)
+        self._segments = [own if rank == self._rank else None for rank in range(self._size)]
         greetings = self._meet(store, own)
         self._check_agreement(greetings)
         self._nonce = greetings[0]["segment"]
         topology = self._plan.topology(min(greeting["local_world_size"] for greeting in greetings))
-        segments, pulses = self._map_peers(store, greetings, own)
+        self._map_peers(store, greetings)
         places = [Place(rank, topology.coords(rank)) for rank in range(self._size)]
         hosts = tuple(greeting["host"] for greeting in greetings)
         groups = {
-            name: self._open_group(store, topology, name, index, places, segments, pulses)
-            for index, name in enumerate(GROUP_NAMES)
+            name: self._open_group(store, topology, name, index, places) for index, name in enumerate(GROUP_NAMES)
         }
-        self._wait_for_all(store)
-        kept_pulses = tuple(pulse for pulse in pulses if pulse is not None)
-        return Formation(self._rank, topology, hosts, groups, tuple(filter(None, segments)), kept_pulses)
+        # A rank that fails right after the start must not break the groups that others still form.
+        self._exchange(store, "formed", True)
+        pulses = tuple(pulse for pulse in self._pulses if pulse is not None)
+        return Formation(self._rank, topology, hosts, groups, own, tuple(filter(None, self._segments)), pulses)
 
     def _left(self) -> float:
         return max(0.001, self._deadline - time.monotonic())
@@ -197,28 +238,30 @@ class _Former:
                         action="start-up",
                     )
 
-    def _map_peers(
-        self, store: dist.Store, greetings: Sequence[dict[str, Any]], own: Segment
-    ) -> tuple[list[Segment | None], list[Pulse | None]]:
+    def _map_peers(self, store: dist.Store, greetings: Sequence[dict[str, Any]]) -> None:
         """On one host means: either can map the other's segment. Namespaces share host names, containers may not
         share pids, and permission may go one way only."""
         mine = greetings[self._rank]
-        segments: list[Segment | None] = []
         for rank, greeting in enumerate(greetings):
             apart = mine["host_is_given"] and greeting["host"] != mine["host"]
-            if rank == self._rank:
-                segments.append(own)
-            else:
-                segments.append(None if apart else Segment.open(greeting["segment"], self._group_sizes))
-        mapped_by = self._exchange(store, "mapped", [segment is not None for segment in segments])
-        pulses: list[Pulse | None] = [None] * self._size
-        for rank, segment in enumerate(segments):
+            if rank != self._rank and not apart:
+                self._segments[rank] = Segment.open(greeting["segment"], self._group_sizes)
+        mapped_by = self._exchange(store, "mapped", [segment is not None for segment in self._segments])
+        self._pulses = [None] * self._size
+        for rank, segment in enumerate(self._segments):
             if segment is not None and not mapped_by[rank][self._rank]:
                 segment.close()
-                segments[rank] = None
+                self._segments[rank] = None
             elif segment is not None and rank != self._rank:
-                pulses[rank] = Pulse(segment.pid)
-        return segments, pulses
+                self._pulses[rank] = self._feel_pulse(rank, segment)
+
+    def _feel_pulse(self, rank: int, segment: Segment) -> Pulse:
+        try:
+            return Pulse(segment)
+        except ProcessLookupError:
+            raise PeerLost(
+                f"start-up: rank {rank} ended before the mesh was formed.", rank=rank, action="start-up"
+            ) from None
 
     def _exchange(self, store: dist.Store, what: str, mine: Any) -> list[Any]:  # noqa: ANN401
         """Tell every rank something, and hear it from each."""
@@ -238,14 +281,7 @@ class _Former:
         return [json.loads(store.get(key)) for key in keys]
 
     def _open_group(
-        self,
-        store: dist.Store,
-        topology: Topology,
-        name: str,
-        index: int,
-        places: Sequence[Place],
-        segments: Sequence[Segment | None],
-        pulses: Sequence[Pulse | None],
+        self, store: dist.Store, topology: Topology, name: str, index: int, places: Sequence[Place]
     ) -> Group:
         ranks = ranks_of(topology, name, self._rank)
         me = ranks.index(self._rank)
@@ -255,8 +291,8 @@ class _Former:
         if len(ranks) > 1:
             members = []
             for rank in ranks:
-                segment = segments[rank]
-                members.append(Member(places[rank], segment.pages[index] if segment else None, pulses[rank]))
+                segment = self._segments[rank]
+                members.append(Member(places[rank], segment.pages[index] if segment else None, self._pulses[rank]))
             group_store = dist.PrefixStore(f"{name}/{ranks[0]}", store)
             transport = self._connect(kind, group_store, name, members, me, device)
         return Group(name, ranks, me, transport, coords_of=topology.coords, timeout=self._plan.timeout, device=device)
@@ -270,18 +306,26 @@ class _Former:
         me: int,
         device: torch.device,
     ) -> TorchTransport:
-        one_host = all(member.page is not None for member in members)
+        # The launcher's ranks are on one host even where they can't map each other.
+        launched = isinstance(self._environment.meeting_place, InheritedFile) and self._environment.host is None
+        one_host = launched or all(member.page is not None for member in members)
         loopback = loopback_address(f"{self._nonce} {name} {members[0].place.rank}") if one_host else None
         try:
             backend = open_backend(kind, store, me, len(members), loopback=loopback, timeout=self._left())
         except RuntimeError as error:
-            who = ", ".join(str(member.place) for member in members)
-            reason = str(error).partition("\n")[0]
-            raise type(translate(error))(
-                f"start-up: group {name} of {who} could not connect: {reason}", action="start-up"
-            ) from error
+            what = f"group {name} of {', '.join(str(m.place) for m in members)}"
+            raise _failed_start(what, error, members) from error
         return TorchTransport(kind, backend, store, name, members, me, device)
 
-    def _wait_for_all(self, store: dist.Store) -> None:
-        """A rank that fails right after the start must not break the groups that others still form."""
-        self._exchange(store, "formed", True)
+
+def _failed_start(what: str, error: RuntimeError, members: Sequence[Member]) -> CommunicationError:
+    dead = [member.place for member in members if member.pulse is not None and member.pulse.is_dead()]
+    if dead:
+        return PeerLost(
+            f"start-up: {' and '.join(map(str, dead))} ended before the mesh was formed.",
+            rank=dead[0].rank,
+            coords=dead[0].coords,
+            action="start-up",
+        )
+    kind = type(translate(error))
+    return kind(f"start-up: {what} could not connect: {str(error).partition(chr(10))[0]}", action="start-up")

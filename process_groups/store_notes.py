@@ -12,7 +12,7 @@ from concurrent.futures import Future
 import torch.distributed as dist
 
 from process_groups.ledger import Member
-from process_groups.transport import Call, last_call, peer_lost
+from process_groups.transport import Call, not_made, peer_lost
 from runtime.errors import CommunicationError
 from runtime.threads import DaemonThreads
 
@@ -38,6 +38,7 @@ class StoreNotes:
         self._made_by: dict[int, dict[str, int]] = {}
         self._terms_of: dict[int, str | None] = {}
         self._left: frozenset[int] = frozenset()
+        self._store_is_gone = False
 
     def made(self, call: Call) -> None:
         """Note one of this rank's calls, and tell the others soon."""
@@ -75,13 +76,13 @@ class StoreNotes:
             return None
         return peer_lost(self._group_name, call, self._members[gone].place, "left the mesh")
 
-    def absent(self, call: Call) -> tuple[int, str] | None:
+    def culprit(self, call: Call) -> tuple[int, str] | None:
         """A peer on another host that had not made the call when last heard of."""
         peer = next(iter(self._unmade(call)), None)
         if peer is None:
             return None
-        terms = self._terms_of.get(peer)
-        return peer, last_call(terms, self._made_by.get(peer, {}).get("collectives", 0))
+        num_made = self._made_by.get(peer, {}).get(_channel(call, self._me), 0)
+        return peer, not_made(call, num_made, self._terms_of.get(peer))
 
     def _unmade(self, call: Call) -> list[int]:
         channel = _channel(call, self._me)
@@ -94,15 +95,20 @@ class StoreNotes:
         return self._reading
 
     def _read(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store may be gone with its host; connections will tell
-            if self._store.check(["broken"]):
-                self._broken = CommunicationError.from_wire(json.loads(self._store.get("broken")))
-            if self._store.add("num_left", 0) > len(self._left):
-                self._left = frozenset(i for i in range(len(self._members)) if self._store.check([f"left/{i}"]))
-            for peer in self._remote[:_MOST_FOLLOWED]:
-                if self._store.check([f"made/{peer}"]):
-                    note = json.loads(self._store.get(f"made/{peer}"))
-                    self._made_by[peer], self._terms_of[peer] = note["made"], note["terms"]
+        try:
+            self._read_all()
+        except RuntimeError:  # gone with its host: connections will tell of those who wait for us
+            self._store_is_gone = True
+
+    def _read_all(self) -> None:
+        if self._store.check(["broken"]):
+            self._broken = CommunicationError.from_wire(json.loads(self._store.get("broken")))
+        if self._store.add("num_left", 0) > len(self._left):
+            self._left = frozenset(i for i in range(len(self._members)) if self._store.check([f"left/{i}"]))
+        for peer in self._remote[:_MOST_FOLLOWED]:
+            if self._store.check([f"made/{peer}"]):
+                note = json.loads(self._store.get(f"made/{peer}"))
+                self._made_by[peer], self._terms_of[peer] = note["made"], note["terms"]
 
     async def farewell(self, deadline: float) -> None:
         """Say that this rank is done, and wait until all are: a closed socket may lose what a peer has not read."""
@@ -111,9 +117,12 @@ class StoreNotes:
             await asyncio.wrap_future(self._publish())
             await asyncio.wrap_future(self._threads.submit(self._store.set, f"left/{self._me}", "1"))
             await asyncio.wrap_future(self._threads.submit(self._store.add, "num_left", 1))
-        while time.monotonic() < deadline and self._broken is None and len(self._left) < len(self._members):
+        while time.monotonic() < deadline and not self._is_over():
             await asyncio.wait([asyncio.wrap_future(self._refresh())], timeout=max(0.0, deadline - time.monotonic()))
             await asyncio.sleep(0.01)
+
+    def _is_over(self) -> bool:
+        return self._broken is not None or self._store_is_gone or len(self._left) == len(self._members)
 
 
 def _channel(call: Call, me: int) -> str:

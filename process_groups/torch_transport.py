@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from process_groups.backends import BACKSTOP, OpenBackend, TorchBackend, TorchWork, issue
 from process_groups.ledger import Ledger, Member
 from process_groups.store_notes import StoreNotes
-from process_groups.transport import Call, Completion
+from process_groups.transport import POINT_TO_POINT, Call, Completion
 from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, PeerLost
 from runtime.threads import DaemonThreads
 
@@ -53,35 +55,47 @@ class TorchTransport:
         self.name, self.device = kind, device
         self._backend: TorchBackend | None = opened.backend
         self._cut = opened.cut
-        self._under_way: dict[Call, Completion] = {}
+        self._under_way: dict[Call, TorchCompletion | ThreadCompletion] = {}
         self._released: Future[None] | None = None
-        self._members, self._me = members, me
+        self._name_of_group, self._members, self._me = name, members, me
         self._ledger = Ledger(name, members, me)
         self._threads = DaemonThreads(f"parallel3d-{name}")
-        # Ranks on other hosts can't see the board: the terms of each call travel ahead of it, in a thread that
-        # keeps the order of calls.
-        self._spans_hosts = any(member.page is None for member in members)
-        self._checker = DaemonThreads(f"parallel3d-{name}-check", limit=1)
-        self._notes = StoreNotes(store, name, members, me, self._threads) if self._spans_hosts else None
+        spans_hosts = any(member.page is None for member in members)
+        self._notes = StoreNotes(store, name, members, me, self._threads) if spans_hosts else None
+        self._later: dict[tuple[str, int | None], DaemonThreads] = {}
+        self._num_later: Counter[tuple[str, int | None]] = Counter()
+        self._counting = threading.Lock()
 
-    def start(self, call: Call) -> Completion:
-        self._ledger.post(call)
-        if self._notes is None:
+    def start(self, call: Call) -> TorchCompletion | ThreadCompletion:
+        channel = (call.kind, call.peer) if call.kind in POINT_TO_POINT else ("collective", None)
+        if self._notes is None and not self._num_later[channel] and self._ledger.has_room(call):
+            self._ledger.post(call)
             completion = self._issue(call)
         else:
-            self._notes.made(call)
-            outcome: Future[None] = Future()
-            # Sends and receives find each other by tags; only collectives depend on their order.
-            threads = self._threads if call.is_point_to_point else self._checker
-            threads.submit(self._check_then_issue, call, outcome)
-            completion = ThreadCompletion(outcome)
+            completion = self._start_later(call, channel)
         self._under_way[call] = completion
         return completion
 
-    def _issue(self, call: Call) -> Completion:
+    def _start_later(self, call: Call, channel: tuple[str, int | None]) -> ThreadCompletion:
+        """In a thread that keeps the channel's order: where peers on other hosts must first be asked what they
+        call, or where this rank is so far ahead of a peer that the board has no room."""
+        if self._notes is not None:
+            self._notes.made(call)
+        if channel not in self._later:
+            self._later[channel] = DaemonThreads(f"parallel3d-{self._name_of_group}-{channel[0]}", limit=1)
+        with self._counting:
+            self._num_later[channel] += 1
+        outcome: Future[None] = Future()
+        self._later[channel].submit(self._check_then_issue, call, channel, outcome)
+        return ThreadCompletion(outcome)
+
+    def _issue(self, call: Call) -> TorchCompletion | ThreadCompletion:
         if call.is_empty:
             return _ENDED
-        work = self._hand_over(call, tag=2 * call.number)
+        try:
+            work = self._hand_over(call, tag=2 * call.number)
+        except RuntimeError as error:  # gloo refuses at once where it knows that a connection is gone
+            return ThreadCompletion(_failed(translate(error)))
         if self.device.type == "cpu" and call.kind not in _WITHOUT_FUTURE:
             return TorchCompletion(work)
         # NCCL's futures are ready before the device is.
@@ -93,13 +107,25 @@ class TorchTransport:
             raise GroupClosed("the group was given up")
         return issue(backend, call, tag)
 
-    def _check_then_issue(self, call: Call, outcome: Future[None]) -> None:
+    def _check_then_issue(self, call: Call, channel: tuple[str, int | None], outcome: Future[None]) -> None:
         try:
-            header = self._compare_across_hosts(call)
+            self._wait_for_room(call)
+            self._ledger.post(call)
+            header = self._compare_across_hosts(call) if self._notes is not None else None
             # gloo forgets a send whose Work is gone: the header's lives until the call has ended.
             self._issue(call).add_done_callback(partial(_hand_on, outcome, header))
         except BaseException as error:
             outcome.set_exception(translate(error))
+        finally:
+            with self._counting:
+                self._num_later[channel] -= 1
+
+    def _wait_for_room(self, call: Call) -> None:
+        deadline = time.monotonic() + call.timeout
+        while not self._ledger.has_room(call):
+            if self._backend is None or time.monotonic() > deadline:
+                raise DeadlineExceeded("a peer is too far behind")
+            time.sleep(0.001)
 
     def _compare_across_hosts(self, call: Call) -> TorchWork | None:
         """Raise Mismatch where a peer has called something else. A sender only tells: its Work is returned."""
@@ -127,9 +153,9 @@ class TorchTransport:
         error = self._ledger.trouble(call)
         return self._notes.trouble(call) if error is None and self._notes is not None else error
 
-    def absent(self, call: Call) -> tuple[int, str] | None:
-        found = self._ledger.absent(call)
-        return self._notes.absent(call) if found is None and self._notes is not None else found
+    def culprit(self, call: Call) -> tuple[int, str] | None:
+        found = self._ledger.culprit(call)
+        return self._notes.culprit(call) if found is None and self._notes is not None else found
 
     def finished(self, call: Call) -> None:
         del self._under_way[call]
@@ -145,10 +171,11 @@ class TorchTransport:
         self._released = self._release()
 
     async def close(self, deadline: float) -> None:
+        if self._notes is not None and self._released is None:
+            await self._notes.farewell(deadline)
         if self._released is None:
-            if self._notes is not None:
-                await self._notes.farewell(deadline)
             await self._ledger.farewell(deadline)
+        if self._released is None:  # not aborted meanwhile
             self._ledger.close(None)
             self._released = self._release()
         await asyncio.wait([asyncio.wrap_future(self._released)], timeout=max(0.0, deadline - time.monotonic()))
@@ -159,13 +186,14 @@ class TorchTransport:
         self._backend = None
 
         def release() -> None:
-            for completion in under_way:
-                completion.ended_well(BACKSTOP)
+            deadline = time.monotonic() + BACKSTOP
+            while not all(completion.has_ended() for completion in under_way) and time.monotonic() < deadline:
+                time.sleep(0.001)
             backend.clear()
 
         released = self._threads.submit(release)
-        self._threads.stop()
-        self._checker.stop()
+        for threads in (self._threads, *self._later.values()):
+            threads.stop()
         return released
 
 
@@ -174,6 +202,9 @@ class TorchCompletion:
 
     def __init__(self, work: TorchWork) -> None:
         self._work = work
+
+    def has_ended(self) -> bool:
+        return self._work.is_completed()
 
     def ended_well(self, seconds: float) -> bool:
         is_completed, now, give_way = self._work.is_completed, time.perf_counter, os.sched_yield
@@ -205,6 +236,9 @@ class ThreadCompletion:
     def __init__(self, future: Future[None]) -> None:
         self._future = future
 
+    def has_ended(self) -> bool:
+        return self._future.done()
+
     def ended_well(self, seconds: float) -> bool:
         try:
             return self._future.exception(seconds) is None
@@ -219,13 +253,19 @@ class ThreadCompletion:
         self._future.add_done_callback(lambda _: callback(self))
 
 
-def _ended_future() -> Future[None]:
+def _ended() -> Future[None]:
     future: Future[None] = Future()
     future.set_result(None)
     return future
 
 
-_ENDED = ThreadCompletion(_ended_future())
+def _failed(error: CommunicationError) -> Future[None]:
+    future: Future[None] = Future()
+    future.set_exception(error)
+    return future
+
+
+_ENDED = ThreadCompletion(_ended())
 
 
 def _hand_on(outcome: Future[None], header: TorchWork | None, ended: Completion) -> None:

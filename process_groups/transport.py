@@ -103,9 +103,14 @@ def peer_lost(group_name: str, call: Call, peer: Place, how: str) -> PeerLost:
     )
 
 
-def last_call(terms: str | None, number: int) -> str:
-    """What an absent rank did last, for a message."""
-    return f"its last call there was {terms} (number {number})" if terms else "it has called nothing there yet"
+def not_made(call: Call, num_made: int, last_terms: str | None) -> str:
+    """What a peer has not done, and what it did last: the rest of a sentence that begins with its name."""
+    if call.kind == "send":
+        return f"has not received it; of what was sent from here it has asked for {num_made}"
+    if call.kind == "recv":
+        return f"has not sent it; so far it has sent {num_made} here"
+    last = f"its last call there was {last_terms} (number {num_made})" if last_terms else "it has called nothing there"
+    return f"has not called it; {last}"
 
 
 class Completion(Protocol):
@@ -137,8 +142,8 @@ class Transport(Protocol):
     def trouble(self, call: Call) -> CommunicationError | None:
         """Why a call under way will never end: a peer died, left, or closed the group. Cheap; asked while waiting."""
 
-    def absent(self, call: Call) -> tuple[int, str] | None:
-        """For a call that waits too long: the group rank that has not come, and what it did last."""
+    def culprit(self, call: Call) -> tuple[int, str] | None:
+        """For a call that took too long: a group rank that keeps it from ending, and how, as `not_made` says it."""
 
     def finished(self, call: Call) -> None:
         """The call ended well and this rank has seen it."""

@@ -56,20 +56,25 @@ class Work:
         self._timer: asyncio.TimerHandle | None = None
 
     def done(self) -> bool:
-        """Whether awaiting would return at once."""
+        """Whether the call has ended, well or not, as far as this rank's event loop knows."""
+        if not self._ended and not self._ends_within(0.0):
+            self.watch()
         return self._ended
 
     def __await__(self) -> Generator[object, None, torch.Tensor]:
-        if not self._ended and not self._ends_inline():
-            yield from self._wait().__await__()
+        if not self._ended:
+            if not self._ends_within(_INLINE):
+                yield from self._wait().__await__()
+            elif self._group._has_kept_the_loop():
+                yield None  # timers and other tasks have waited long enough
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]  # only a barrier has none, and nobody uses its value
 
-    def _ends_inline(self) -> bool:
+    def _ends_within(self, seconds: float) -> bool:
         """A short attempt on the spot."""
         assert self._completion is not None
-        if not self._completion.ended_well(_INLINE):
+        if not self._completion.ended_well(seconds):
             return False
         self.end_well()
         return True
@@ -107,8 +112,9 @@ class Work:
         completion.add_done_callback(ended)
 
     def _finish(self) -> None:
-        if self._copy_back is not None:
-            self._copy_back.to.copy_(self._copy_back.staging)
+        copy_back, self._copy_back = self._copy_back, None  # once: the user may write there afterwards
+        if copy_back is not None:
+            copy_back.to.copy_(copy_back.staging)
 
     def _completed(self) -> None:
         if self._ended:

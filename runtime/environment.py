@@ -6,7 +6,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runtime.errors import LaunchError
 
@@ -51,6 +51,9 @@ class RankEnvironment:
     local_rank: int = 0
     local_world_size: int = 1
     meeting_place: MeetingPlace = Nowhere()
+    attempt: str = "0"
+    """torchrun's store outlives a restart: what an earlier attempt left there is not for this one."""
+
     host: str | None = None
     """PARALLEL3D_HOST: overrides the detection of which ranks share a host."""
 
@@ -78,8 +81,10 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment
     return RankEnvironment(host=environ.get("PARALLEL3D_HOST"))
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
+def _number(environ: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
     text = environ.get(name)
+    if text is None and otherwise is not None:
+        return otherwise
     if text is None or not text.isdecimal():
         raise LaunchError(f"{name}={text!r} in the environment: a whole number is needed there.")
     return int(text)
@@ -88,12 +93,17 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 def _from_torch_names(environ: Mapping[str, str], meeting_place: MeetingPlace) -> RankEnvironment:
     rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     has_local = "LOCAL_RANK" in environ
+    local_world_size = _number(environ, "LOCAL_WORLD_SIZE") if has_local else world_size
+    on_one_host = has_local and local_world_size == world_size
+    if on_one_host and isinstance(meeting_place, StoreServer) and not meeting_place.served_by_agent:
+        meeting_place = replace(meeting_place, host="127.0.0.1")  # no need to be reached from elsewhere
     found = RankEnvironment(
         rank=rank,
         world_size=world_size,
         local_rank=_number(environ, "LOCAL_RANK") if has_local else rank,
-        local_world_size=_number(environ, "LOCAL_WORLD_SIZE") if has_local else world_size,
+        local_world_size=local_world_size,
         meeting_place=meeting_place if world_size > 1 else Nowhere(),
+        attempt=environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
         host=environ.get("PARALLEL3D_HOST"),
     )
     return _checked(found)
@@ -101,24 +111,26 @@ def _from_torch_names(environ: Mapping[str, str], meeting_place: MeetingPlace) -
 
 def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
     rank, world_size = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_NTASKS")
-    num_nodes = int(environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES") or 1)
+    num_nodes = _number(environ, "SLURM_STEP_NUM_NODES", _number(environ, "SLURM_NNODES", 1))
     step = "-".join(environ.get(n, "0") for n in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
     place: MeetingPlace
     if world_size == 1:
         place = Nowhere()
     elif num_nodes == 1:  # torch's TCPStore would listen on every interface
-        place = PrivateFile(os.path.join(tempfile.gettempdir(), f"parallel3d-{os.getuid()}", f"slurm-{step}"))
+        folder = f"parallel3d-{os.getuid()}-slurm-{step}"  # the step's own, so that it can be removed with the file
+        place = PrivateFile(os.path.join(tempfile.gettempdir(), folder, "meeting"))
     else:
         host = first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
         # Steps of one job may run at once, and jobs share nodes: spread them over the unprivileged ports.
-        port = 20000 + (int(environ.get("SLURM_JOB_ID", 0)) * 17 + int(environ.get("SLURM_STEP_ID", 0))) % 20000
-        place = StoreServer(host, int(environ.get("MASTER_PORT", port)), served_by_agent=False)
-    tasks_here = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
+        job, number = _number(environ, "SLURM_JOB_ID", 0), _number(environ, "SLURM_STEP_ID", 0)
+        port = _number(environ, "MASTER_PORT", 20000 + (job * 17 + number) % 20000)
+        place = StoreServer(host, port, served_by_agent=False)
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
     found = RankEnvironment(
         rank=rank,
         world_size=world_size,
-        local_rank=int(environ.get("SLURM_LOCALID", 0)),
-        local_world_size=_tasks_of_node(tasks_here, int(environ.get("SLURM_NODEID", 0)), world_size // num_nodes),
+        local_rank=_number(environ, "SLURM_LOCALID", 0),
+        local_world_size=_tasks_of_node(tasks, _number(environ, "SLURM_NODEID", 0), world_size // num_nodes),
         meeting_place=place,
         host=environ.get("PARALLEL3D_HOST"),
     )

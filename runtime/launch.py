@@ -76,7 +76,7 @@ class Launch:
 
     def interrupt(self, number: signal.Signals) -> None:
         """As if this signal had come from the user: SIGINT a second time ends everything at once."""
-        if self._supervisor.phase is supervisor.Phase.DONE and number == signal.SIGINT:
+        if self._supervisor.phase is supervisor.Phase.DONE:  # all that is left is output that nobody reads
             self._console.abandon()
         self._handle(supervisor.Interrupted(number))
 

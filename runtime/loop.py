@@ -29,8 +29,14 @@ def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
             terminated = True
             task.cancel()
 
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
-        return await main()
+        loop = asyncio.get_running_loop()
+        previous = signal.getsignal(signal.SIGTERM)
+        loop.add_signal_handler(signal.SIGTERM, terminate)
+        try:
+            return await main()
+        finally:  # uvloop would leave its own handler, and the process deaf to SIGTERM
+            loop.remove_signal_handler(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

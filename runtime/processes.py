@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
@@ -90,17 +90,18 @@ def reap() -> Iterator[tuple[int, int]]:
         yield pid, status
 
 
-def end_descendants(seconds: float = 10.0) -> list[int]:
+def end_descendants(seconds: float = 10.0, spare: Collection[int] = ()) -> list[int]:
     """SIGKILL everything below this process and reap it; returns what would not end in time.
 
     Each round finds the children of those killed in the last one: they have become ours.
-    Only for a process whose children are all of one launch, and which is a subreaper.
+    Only for a subreaper whose children are all of one launch, but for `spare` and what these have started.
     """
     deadline = time.monotonic() + seconds
     while True:
         for _ in reap():
             pass
-        left = descendants(os.getpid())
+        spared = {pid for each in spare for pid in (each, *descendants(each))}
+        left = [pid for pid in descendants(os.getpid()) if pid not in spared]
         if not left or time.monotonic() > deadline:
             return left
         kill_each(left)

@@ -126,7 +126,7 @@ def _report(error: BaseException, control: RankControl | None) -> None:
         type=type(error).__qualname__,
         message=_shortened(_text_of(error), _MAX_MESSAGE),
         traceback=_shortened("".join(traceback.format_exception(error)), _MAX_TRACEBACK),
-        error=_wire(error) if isinstance(error, CommunicationError) else None,
+        error=_wire(cause) if (cause := _communication_error(error)) is not None else None,
     )
     if not told or sys.excepthook is not sys.__excepthook__:
         sys.excepthook(type(error), error, trace)
@@ -143,6 +143,16 @@ def _text_of(error: BaseException) -> str:
         return str(error)
     except Exception:  # a __str__ of the user's may itself fail
         return "<no message: its __str__ failed>"
+
+
+def _communication_error(error: BaseException) -> CommunicationError | None:
+    """What a peer did to this rank, if nothing else went wrong here: also inside task groups, and behind `from`."""
+    if isinstance(error, BaseExceptionGroup):
+        found = [_communication_error(each) for each in error.exceptions]
+        return None if None in found else found[0]
+    if isinstance(error, CommunicationError) or error.__cause__ is None:
+        return error if isinstance(error, CommunicationError) else None
+    return _communication_error(error.__cause__)
 
 
 def _wire(error: CommunicationError) -> dict[str, Any]:

@@ -145,9 +145,6 @@ class Supervisor:
             instructions.append(Finish())
         return instructions
 
-    def coords_of(self, rank: int) -> Coords | None:
-        return self._ranks[rank].coords
-
     def failures(self) -> list[Failure]:
         """Every rank that did not end well, in order of rank."""
         found = (self._failure(number, rank) for number, rank in enumerate(self._ranks))

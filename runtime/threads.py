@@ -24,10 +24,15 @@ class DaemonThreads:
         future: Future[T] = Future()
 
         def work() -> None:
+            if not future.set_running_or_notify_cancel():  # cancelled while it waited its turn
+                self._finished_one()
+                return
             try:
                 result = function(*args)
             except BaseException as error:
                 self._finished_one()
+                if isinstance(error, StopIteration):  # no future can carry one
+                    error = RuntimeError("the function raised StopIteration").with_traceback(error.__traceback__)
                 future.set_exception(error)
             else:
                 self._finished_one()

@@ -1,4 +1,4 @@
-"""Starts real launches in tests, waits for what they print or for their end, and finds what they leave.
+"""Starts real launches and other programs in tests, waits for what they print, and finds what they leave.
 
 Every process of a launch inherits a mark in its environment, so that none can hide.
 """
@@ -16,6 +16,7 @@ import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 from runtime.processes import marked
 
@@ -68,15 +69,14 @@ class Stream:
         return bool(data)
 
 
-class Launched:
-    """One `parallel3d launch` as a process of its own."""
+class Started:
+    """One Python process, with all that it starts."""
 
-    def __init__(self, *args: str, preload: str | None = "", cwd: Path | None = None, **environment: str) -> None:
+    def __init__(self, *command: str, cwd: Path | None = None, **environment: str) -> None:
         self.mark = uuid.uuid4().hex
-        hidden = [] if preload is None else ["--preload", preload]
         inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "parallel3d", "launch", *hidden, *args],
+            [sys.executable, *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=cwd,
@@ -87,7 +87,7 @@ class Launched:
         self.stdout = Stream(self.process.stdout.fileno())
         self.stderr = Stream(self.process.stderr.fileno())
 
-    def __enter__(self) -> Launched:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -103,9 +103,9 @@ class Launched:
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    def finish(self) -> int:
+    def finish(self, seconds: float = SECONDS) -> int:
         """The exit code, after all output was read; and at that moment no process may be left."""
-        self.stdout.read_all()
+        self.stdout.read_all(seconds)
         self.stderr.read_all()
         code = self.process.wait(SECONDS)
         assert self.left_behind() == []
@@ -120,6 +120,14 @@ class Launched:
         while left := self.left_behind():
             for pid in left:
                 wait_for_end(pid, deadline)
+
+
+class Launched(Started):
+    """One `parallel3d launch` as a process of its own."""
+
+    def __init__(self, *args: str, preload: str | None = "", cwd: Path | None = None, **environment: str) -> None:
+        hidden = [] if preload is None else ["--preload", preload]
+        super().__init__("-m", "parallel3d", "launch", *hidden, *args, cwd=cwd, **environment)
 
     @property
     def server_pid(self) -> int:

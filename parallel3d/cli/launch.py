@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -73,12 +74,14 @@ def _run(spec: LaunchSpec, logs: tuple[int, ...], metrics_port: int | None, warm
     from runtime import processes
     from runtime.launch_spec import start
 
+    # A shell that has `exec`ed us leaves us its children; they are not ours to end.
+    strangers = set(processes.descendants(os.getpid())) - ({warm.server.process.pid} if warm else set())
     processes.become_subreaper()  # should the fork server be killed, its orphans come to us
     try:
         with _serve_metrics(metrics_port) as on_message:
             result = _finish(start(spec, logs, warm), on_message)
     finally:
-        processes.end_descendants()
+        processes.end_descendants(spare=strangers)
     with suppress(OSError):
         sys.stderr.write(result.report)
         sys.stderr.flush()

@@ -42,7 +42,7 @@ _LONGEST_DURATION = 1e9
 
 
 def refusal(message: str, remedy: str) -> PydanticCustomError:
-    """A refusal in our own words; `config_translate` passes it on as it is."""
+    """A refusal in our own words; ``config.translate`` passes it on as it is."""
     return PydanticCustomError("parallel3d", "{message}", {"message": message, "remedy": remedy})
 
 

@@ -69,5 +69,5 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def dump(values: Any) -> str:  # noqa: ANN401
-    """YAML text that `config_file` reads back to equal values."""
+    """YAML text that ``config.file`` reads back to equal values."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None)

@@ -1,0 +1,49 @@
+"""The transport contract with four real ranks: on one host, and as if each had a host of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.contract import RANKS, SCENARIOS
+from tests.processes import Launched
+
+pytestmark = pytest.mark.slow
+Outcomes = list[dict[str, str | None]]
+RANK = str(Path(__file__).with_name("contract_rank.py"))
+TRANSPORTS = {
+    "one host": {},
+    "hosts apart": {"APART": "1", "GLOO_SOCKET_IFNAME": "lo"},
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcomes]:
+    """What each rank wrote, by transport. One launch runs all scenarios, when first asked."""
+    known: dict[str, Outcomes] = {}
+
+    def outcomes(transport: str) -> Outcomes:
+        if transport not in known:
+            folder = tmp_path_factory.mktemp("contract")
+            known[transport] = []  # so that a launch that fails is not repeated for every scenario
+            with Launched(
+                "-n", str(RANKS), RANK, str(folder), *SCENARIOS, preload=None, **TRANSPORTS[transport]
+            ) as launched:
+                code = launched.finish(seconds=90)
+                assert (code, launched.stdout.text, launched.stderr.text) == (0, "", "")
+            known[transport] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+        return known[transport]
+
+    return outcomes
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_contract(outcomes, name, transport):
+    found = outcomes(transport)
+    assert found, "the launch failed; see the first failure"
+    failures = [f"rank {rank}:\n{outcome[name]}" for rank, outcome in enumerate(found) if outcome[name]]
+    assert not failures, "\n".join(failures)

@@ -1,0 +1,68 @@
+"""The error tree: one root, and what a communication error carries survives every way between processes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+
+import pytest
+
+from runtime import errors
+from runtime.errors import CommunicationError, Coords, name_rank
+
+COMMUNICATION = [errors.Mismatch, errors.PeerLost, errors.GroupClosed, errors.DeadlineExceeded]
+
+
+def test_no_kind_is_missing_here():
+    assert CommunicationError.kinds == {kind.__name__: kind for kind in COMMUNICATION}
+
+
+@pytest.mark.parametrize("kind", [CommunicationError, *COMMUNICATION])
+@pytest.mark.parametrize(
+    "details",
+    [{}, {"rank": 5, "coords": Coords(1, 0, 1), "step": 12, "action": "all_reduce(sum) of float32 (4,)"}],
+)
+@pytest.mark.parametrize(
+    "travel",
+    [
+        lambda error: pickle.loads(pickle.dumps(error)),
+        lambda error: CommunicationError.from_wire(json.loads(json.dumps(error.to_wire()))),
+        copy.copy,
+    ],
+    ids=["pickle", "json", "copy"],
+)
+def test_an_error_survives_the_trip(kind, details, travel):
+    arrived = travel(kind("why: ümlaut", **details))
+    assert type(arrived) is kind
+    assert str(arrived) == arrived.message == "why: ümlaut"
+    expected = {"rank": None, "coords": None, "step": None, "action": None} | details
+    assert {name: getattr(arrived, name) for name in expected} == expected
+    assert arrived.coords is None or type(arrived.coords) is Coords
+
+
+def test_a_kind_of_a_newer_version_becomes_the_base_class():
+    fields = CommunicationError("why", rank=1).to_wire() | {"kind": "FromTheFuture"}
+    assert type(CommunicationError.from_wire(fields)) is CommunicationError
+
+
+def test_what_users_can_catch():
+    for kind in (errors.ConfigError, errors.LaunchError, errors.InvalidCall, CommunicationError):
+        assert issubclass(kind, errors.Parallel3DError)
+    assert issubclass(errors.InvalidCall, ValueError)
+    assert issubclass(errors.DeadlineExceeded, TimeoutError)
+    for kind in COMMUNICATION:
+        others = [other for other in COMMUNICATION if other is not kind]
+        assert not any(issubclass(kind, other) for other in others)
+
+
+@pytest.mark.parametrize("kind", [errors.ConfigError, errors.LaunchError, errors.InvalidCall])
+def test_plain_errors_pickle(kind):
+    arrived = pickle.loads(pickle.dumps(kind("why")))
+    assert (type(arrived), str(arrived)) == (kind, "why")
+
+
+def test_how_messages_name_a_rank():
+    assert name_rank(5, Coords(1, 0, 1)) == "rank 5 (dp=1 tp=0 pp=1)"
+    assert name_rank(5, None) == "rank 5"
+    assert name_rank(None, None) == "an unknown rank"
