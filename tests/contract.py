@@ -399,6 +399,10 @@ async def bad_calls_are_refused_before_anything_is_sent():
             ),
             (lambda: world.recv(ones, -1), "recv: src = -1, but group world has the ranks 0 to 3."),
             (lambda: world.send(ones, mesh.rank), f"send: dst = {mesh.rank} is this rank itself."),
+            (
+                lambda: world.all_reduce(torch.zeros(1).expand(4)),
+                "all_reduce: some elements of the tensor are one in memory (expand); give a .clone() of it.",
+            ),
             (lambda: world.barrier(timeout=0), "timeout = 0: give seconds, more than 0."),
             (lambda: world.barrier(timeout=float("nan")), "timeout = nan: give seconds, more than 0."),
         ]
@@ -426,3 +430,104 @@ async def the_loop_stays_free_while_the_engine_computes():
         assert await task == 3
         with pytest.raises(ZeroDivisionError):
             await mesh.compute(lambda: 1 / 0)
+
+
+@scenario
+async def a_cancelled_computation_leaves_the_engine_usable():
+    async with flat_mesh() as mesh:
+        release = threading.Event()
+        running = asyncio.create_task(mesh.compute(release.wait, 30))
+        waiting = asyncio.create_task(mesh.compute(lambda: 1))
+        await asyncio.sleep(0)
+        for task in (running, waiting):
+            task.cancel()
+        await asyncio.wait([running, waiting])
+        release.set()
+        assert await mesh.compute(lambda: 2) == 2
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await mesh.compute(next, iter(()))
+
+
+@scenario
+async def meshes_entered_at_the_same_time_are_not_mixed_up():
+    meshes = [flat_mesh() for _ in range(3)]
+    await asyncio.gather(*(mesh.__aenter__() for mesh in meshes))
+    tensors = [torch.tensor([float(10**i)]) for i in range(3)]
+    await asyncio.gather(*(mesh.world.all_reduce(t) for mesh, t in zip(meshes, tensors, strict=True)))
+    assert [t.item() for t in tensors] == [4, 40, 400]
+    await asyncio.gather(*(mesh.__aexit__(None, None, None) for mesh in meshes))
+
+
+@scenario
+async def calls_in_a_row_let_other_tasks_run():
+    async with flat_mesh() as mesh:
+        turns = 0
+
+        async def count_turns():
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count_turns())
+        tensor = torch.ones(1)
+        start = asyncio.get_running_loop().time()
+        for _ in range(300):
+            await mesh.world.all_reduce(tensor, op="max")
+        lasted = asyncio.get_running_loop().time() - start
+        counting.cancel()
+        assert turns >= lasted / 0.1, (turns, lasted)
+
+
+@scenario
+async def a_call_can_be_asked_whether_it_has_ended():
+    async with flat_mesh() as mesh:
+        if mesh.rank == 0:
+            early = mesh.world.all_reduce(torch.ones(1))
+            assert not early.done()
+            await asyncio.gather(*(mesh.dp.send(torch.ones(1), peer) for peer in range(1, RANKS)))
+            while not early.done():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            await early
+        else:
+            await mesh.dp.recv(torch.ones(1), 0)
+            await mesh.world.all_reduce(torch.ones(1))
+
+
+@scenario
+async def views_that_are_conjugated_or_negated():
+    async with flat_mesh() as mesh:
+        conjugate = torch.tensor([complex(mesh.rank, 1)]).conj()
+        assert conjugate.is_conj()
+        gathered = await mesh.world.all_gather(conjugate)
+        assert gathered.tolist() == [complex(r, -1) for r in range(RANKS)]
+        await mesh.world.broadcast(conjugate, root=3)
+        assert conjugate.tolist() == [3 - 1j]
+
+
+@scenario
+async def running_far_ahead_is_checked_all_the_same():
+    async with flat_mesh() as mesh:
+        if mesh.rank == 0:
+            ahead = [mesh.world.all_reduce(torch.ones(1)) for _ in range(300)]
+            sends = [mesh.world.send(torch.full((2,), n), 1) for n in range(300)]
+            await asyncio.gather(*(mesh.dp.send(torch.ones(1), peer) for peer in range(1, RANKS)))
+            for work in ahead:
+                await work
+            # The last send may end before its receiver comes; then the next call tells.
+            with pytest.raises(Mismatch, match=r"number 300 .* int64 \(2,\)"):
+                await asyncio.gather(*sends, mesh.world.barrier())
+        else:
+            await mesh.dp.recv(torch.ones(1), 0)
+            for _ in range(300):
+                assert (await mesh.world.all_reduce(torch.ones(1))).item() == RANKS
+        if mesh.rank == 1:
+            tensor = torch.zeros(2, dtype=torch.int64)
+            for n in range(299):
+                await mesh.world.recv(tensor, 0)
+                assert tensor.tolist() == [n, n]
+            with pytest.raises(Mismatch, match=r"number 300 .* int64 \(3,\)"):
+                await mesh.world.recv(torch.zeros(3, dtype=torch.int64), 0)
+        if mesh.rank > 1:
+            with pytest.raises(Mismatch, match="number 300"):
+                await mesh.world.barrier()
