@@ -39,6 +39,14 @@ def translate(error: BaseException) -> CommunicationError:
     return CommunicationError(text)
 
 
+Channel = tuple[str, int | None]
+"""Calls that are carried out in the order they are made: all collectives, the sends to a peer, its receives."""
+
+
+def _channel(call: Call) -> Channel:
+    return (call.kind, call.peer) if call.kind in POINT_TO_POINT else ("collective", None)
+
+
 class TorchTransport:
     """One group over a torch backend. `members` stand in the order of group ranks."""
 
@@ -62,12 +70,12 @@ class TorchTransport:
         self._threads = DaemonThreads(f"parallel3d-{name}")
         spans_hosts = any(member.page is None for member in members)
         self._notes = StoreNotes(store, name, members, me, self._threads) if spans_hosts else None
-        self._later: dict[tuple[str, int | None], DaemonThreads] = {}
-        self._num_later: Counter[tuple[str, int | None]] = Counter()
+        self._threads_of: dict[tuple[str, Channel], DaemonThreads] = {}
+        self._num_later: Counter[Channel] = Counter()
         self._counting = threading.Lock()
 
     def start(self, call: Call) -> TorchCompletion | ThreadCompletion:
-        channel = (call.kind, call.peer) if call.kind in POINT_TO_POINT else ("collective", None)
+        channel = _channel(call)
         if self._notes is None and not self._num_later[channel] and self._ledger.has_room(call):
             self._ledger.post(call)
             completion = self._issue(call)
@@ -76,18 +84,23 @@ class TorchTransport:
         self._under_way[call] = completion
         return completion
 
-    def _start_later(self, call: Call, channel: tuple[str, int | None]) -> ThreadCompletion:
+    def _start_later(self, call: Call, channel: Channel) -> ThreadCompletion:
         """In a thread that keeps the channel's order: where peers on other hosts must first be asked what they
         call, or where this rank is so far ahead of a peer that the board has no room."""
         if self._notes is not None:
             self._notes.made(call)
-        if channel not in self._later:
-            self._later[channel] = DaemonThreads(f"parallel3d-{self._name_of_group}-{channel[0]}", limit=1)
         with self._counting:
             self._num_later[channel] += 1
         outcome: Future[None] = Future()
-        self._later[channel].submit(self._check_then_issue, call, channel, outcome)
+        self._in_order("issue", channel).submit(self._check_then_issue, call, channel, outcome)
         return ThreadCompletion(outcome)
+
+    def _in_order(self, purpose: str, channel: Channel) -> DaemonThreads:
+        """The one thread that does this for the calls of a channel, one after the other, as they also end."""
+        key = (purpose, channel)
+        if key not in self._threads_of:
+            self._threads_of[key] = DaemonThreads(f"parallel3d-{self._name_of_group}-{purpose}", limit=1)
+        return self._threads_of[key]
 
     def _issue(self, call: Call) -> TorchCompletion | ThreadCompletion:
         if call.is_empty:
@@ -99,7 +112,8 @@ class TorchTransport:
         if self.device.type == "cpu" and call.kind not in _WITHOUT_FUTURE:
             return TorchCompletion(work)
         # NCCL's futures are ready before the device is.
-        return ThreadCompletion(self._threads.submit(_wait_for, work, call.timeout, self.device))
+        waiter = self._in_order("wait", _channel(call))
+        return ThreadCompletion(waiter.submit(_wait_for, work, call.timeout, self.device))
 
     def _hand_over(self, call: Call, tag: int) -> TorchWork:
         backend = self._backend
@@ -107,7 +121,7 @@ class TorchTransport:
             raise GroupClosed("the group was given up")
         return issue(backend, call, tag)
 
-    def _check_then_issue(self, call: Call, channel: tuple[str, int | None], outcome: Future[None]) -> None:
+    def _check_then_issue(self, call: Call, channel: Channel, outcome: Future[None]) -> None:
         try:
             self._wait_for_room(call)
             self._ledger.post(call)
@@ -192,7 +206,7 @@ class TorchTransport:
             backend.clear()
 
         released = self._threads.submit(release)
-        for threads in (self._threads, *self._later.values()):
+        for threads in (self._threads, *self._threads_of.values()):
             threads.stop()
         return released
 

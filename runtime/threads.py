@@ -24,17 +24,22 @@ class DaemonThreads:
         future: Future[T] = Future()
 
         def work() -> None:
+            nonlocal function, args
             if not future.set_running_or_notify_cancel():  # cancelled while it waited its turn
                 self._finished_one()
                 return
             try:
                 result = function(*args)
             except BaseException as error:
+                del function, args
                 self._finished_one()
                 if isinstance(error, StopIteration):  # no future can carry one
                     error = RuntimeError("the function raised StopIteration").with_traceback(error.__traceback__)
                 future.set_exception(error)
             else:
+                # What the call was given goes before its end is known: once all calls have ended, the process may
+                # end too, and a destructor of torch's that then waits for the GIL aborts it.
+                del function, args
                 self._finished_one()
                 future.set_result(result)
 
