@@ -5,6 +5,7 @@ A fork server that has torch loaded starts them, so that a mesh of four stands w
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -12,12 +13,14 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
 from tests.processes import SECONDS
 
 _context = multiprocessing.get_context("forkserver")
+atexit.register(forkserver._forkserver._stop)  # it would end by itself, but only after this process has
 _context.set_forkserver_preload(["__main__", "torch", "parallel3d.rank_mesh", "runtime.loop", __name__])
 
 Tell = Callable[[object], None]

@@ -94,10 +94,11 @@ def test_a_stopped_rank_is_named_at_the_deadline(kind, victim):
             error, _ = rank.hear()
             assert type(error) is DeadlineExceeded
             terms = {"all_reduce": "all_reduce(sum) of float32 (1048576,)", "recv": "recv of float32 (3,)"}[kind]
-            assert str(error) == (
-                f"{terms} on group world did not end within 0.7 s: {place(victim)} has not called it; "
-                "its last call there was barrier (number 1)."
-            )
+            what = {
+                "all_reduce": "has not called it; its last call there was barrier (number 1)",
+                "recv": "has not sent it; so far it has sent 0 here",
+            }[kind]
+            assert str(error) == f"{terms} on group world did not end within 0.7 s: {place(victim)} {what}."
             assert (error.rank, tuple(error.coords)) == (victim, (victim // 2, victim % 2, 0))
         assert [rank.finish() for rank in survivors(ranks, victim)] == [0] * (RANKS - 1)
 

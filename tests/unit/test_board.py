@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from process_groups import board
 from process_groups.board import Page, Pulse, Ring, Segment
 from runtime.errors import CommunicationError, Coords, GroupClosed, PeerLost
 
@@ -170,9 +171,35 @@ def test_nothing_stays_open():
 
 def test_a_pulse_stops_with_its_process():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        pulse = Pulse(process.pid)
+        segment = Segment.create((2,))
+        segment.address = f"{process.pid}/3/{'0' * 32}"
+        pulse = Pulse(segment)
         assert not pulse.is_dead()
         process.kill()
         process.wait()
         assert pulse.is_dead()
         pulse.close()
+        segment.close()
+
+
+def test_a_pulse_sees_whether_the_heart_beats(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(board.time, "monotonic", lambda: now)
+    segment = Segment.create((2,))
+    pulse = Pulse(segment)
+    now = 103.0
+    assert pulse.seconds_still() == 3.0
+    segment.beat()
+    assert pulse.seconds_still() == 0.0
+    now = 104.5
+    assert pulse.seconds_still() == 1.5
+    pulse.close()
+    segment.close()
+
+
+def test_a_ring_has_room_while_its_owner_is_near():
+    posted = ring(num_slots=4)
+    assert posted.has_room(3)
+    assert not posted.has_room(4)
+    posted.post(1, "barrier")
+    assert posted.has_room(4)

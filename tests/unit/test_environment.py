@@ -41,21 +41,29 @@ def meeting_file(step: str) -> PrivateFile:
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({}, RankEnvironment(0, 1, 0, 1, Nowhere(), None)),
-        ({"PARALLEL3D_HOST": "a"}, RankEnvironment(0, 1, 0, 1, Nowhere(), "a")),
+        ({}, RankEnvironment(0, 1, 0, 1, Nowhere(), "0", None)),
+        ({"PARALLEL3D_HOST": "a"}, RankEnvironment(host="a")),
         ({"RANK": "0", "WORLD_SIZE": "1"}, RankEnvironment()),
         ({"RANK": "0"}, RankEnvironment()),
         ({"MASTER_ADDR": "left over"}, RankEnvironment()),
         ({**TORCH, "PARALLEL3D_STORE_FD": "9"}, RankEnvironment(5, 8, 1, 4, InheritedFile(9))),
         (
             {**TORCH, **MASTER, **SLURM, "PARALLEL3D_STORE_FD": "9", "PARALLEL3D_HOST": "b"},
-            RankEnvironment(5, 8, 1, 4, InheritedFile(9), "b"),
+            RankEnvironment(5, 8, 1, 4, InheritedFile(9), host="b"),
         ),
         ({**TORCH, **MASTER}, RankEnvironment(5, 8, 1, 4, StoreServer("node3", 29500, False))),
         ({**TORCH, **MASTER, **SLURM}, RankEnvironment(5, 8, 1, 4, StoreServer("node3", 29500, False))),
         (
-            {**TORCH, **MASTER, "TORCHELASTIC_USE_AGENT_STORE": "True"},
-            RankEnvironment(5, 8, 1, 4, StoreServer("node3", 29500, True)),
+            {**TORCH, **MASTER, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"},
+            RankEnvironment(5, 8, 1, 4, StoreServer("node3", 29500, True), attempt="2"),
+        ),
+        (  # all on this host: nobody else needs to reach the store
+            {**TORCH, **MASTER, "LOCAL_WORLD_SIZE": "8"},
+            RankEnvironment(5, 8, 1, 8, StoreServer("127.0.0.1", 29500, False)),
+        ),
+        (
+            {**TORCH, **MASTER, "LOCAL_WORLD_SIZE": "8", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+            RankEnvironment(5, 8, 1, 8, StoreServer("node3", 29500, True)),
         ),
         (
             {"RANK": "5", "WORLD_SIZE": "8", **MASTER},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -18,9 +19,13 @@ SIZE = 3
 @dataclass
 class FakePulse:
     dead: bool = False
+    still: float = 0.0
 
     def is_dead(self) -> bool:
         return self.dead
+
+    def seconds_still(self) -> float:
+        return self.still
 
 
 @dataclass
@@ -116,21 +121,40 @@ def test_the_absent_and_what_they_did_last(world):
     for ledger in world.ledgers:
         ledger.post(barrier())
     world.ledgers[0].post(call)
-    assert world.ledgers[0].absent(call) == (1, "its last call there was barrier (number 1)")
+    assert world.ledgers[0].culprit(call) == (1, "has not called it; its last call there was barrier (number 1)")
     world.ledgers[1].post(call)
-    assert world.ledgers[0].absent(call) == (2, "its last call there was barrier (number 1)")
+    assert world.ledgers[0].culprit(call) == (2, "has not called it; its last call there was barrier (number 1)")
     world.ledgers[2].post(call)
-    assert world.ledgers[0].absent(call) is None
-    assert world.ledgers[0].absent(recv(2))[0] == 2
+    assert world.ledgers[0].culprit(call) is None
 
 
 def test_who_has_called_nothing(world):
-    assert world.ledgers[0].absent(barrier()) == (1, "it has called nothing there yet")
+    assert world.ledgers[0].culprit(barrier()) == (1, "has not called it; it has called nothing there")
+
+
+def test_the_partner_who_has_not_sent_or_received(world):
+    world.ledgers[2].post(send(0))
+    assert world.ledgers[0].culprit(recv(2, 1)) is None
+    assert world.ledgers[0].culprit(recv(2, 2)) == (2, "has not sent it; so far it has sent 1 here")
+    assert world.ledgers[0].culprit(send(2)) == (
+        2,
+        "has not received it; of what was sent from here it has asked for 0",
+    )
+
+
+def test_one_who_has_called_and_stands_still(world):
+    for ledger in world.ledgers:
+        ledger.post(barrier())
+    world.pulses[1].still, world.pulses[2].still = 0.3, 2.0
+    assert world.ledgers[0].culprit(barrier()) == (
+        2,
+        "has called it, but its event loop has not moved for 2.0 s",
+    )
 
 
 async def leaves(ledger: Ledger) -> bool:
     """Whether it may leave now, though it had a moment only."""
-    task = asyncio.create_task(ledger.farewell(30.0))
+    task = asyncio.create_task(ledger.farewell(time.monotonic() + 30.0))
     await asyncio.sleep(0)
     done = task.done()
     task.cancel()
@@ -164,4 +188,4 @@ async def test_a_rank_does_not_stay_for_those_who_are_gone(world):
 
 async def test_a_farewell_has_a_deadline(world):
     world.ledgers[0].post(barrier())
-    await world.ledgers[0].farewell(0.01)
+    await world.ledgers[0].farewell(time.monotonic())

@@ -56,9 +56,8 @@ async def test_a_mesh_from_a_yaml_file(tmp_path):
     file.write_text(YAML)
     found = await places(2, file)
     assert [place[0] for place in found] == [(0, 0, 0), (1, 0, 0)]
-    assert [place[0] for place in await places(4, str(file), tp=2)] == [
-        (0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)
-    ]  # fmt: skip
+    found = await places(4, str(file), overrides={"parallel.tp": 2})
+    assert [place[0] for place in found] == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
 
     async def main():
         async with parallel3d.mesh(file, overrides={"comm.backend": "gloo"}) as mesh:
@@ -86,15 +85,24 @@ async def test_a_mesh_from_a_checked_configuration():
             "order: the table has 2 rows for 2 ranks; each coordinate of dp(2) x tp(1) x pp(1) must stand "
             "there exactly once; look at (dp=0 tp=0 pp=0).",
         ),
+        ({"dp": 2, "backend": "mpi"}, InvalidCall, "backend = 'mpi': give one of auto, gloo, nccl."),
+        ({"dp": 2, "timeout": -1}, InvalidCall, "timeout = -1: give seconds, more than 0."),
+        ({"dp": 2, "timeout": float("nan")}, InvalidCall, "timeout = nan: give seconds, more than 0."),
+        ({"dp": 2, "startup_timeout": True}, InvalidCall, "startup_timeout = True: give seconds, more than 0."),
         (
-            {"config": parallel3d.RunConfig(), "dp": 2},
+            {"dp": 2, "overrides": {"parallel.tp": 3}},
             InvalidCall,
-            "mesh: a RunConfig is complete; load the file with overrides instead.",
+            "mesh: overrides change a YAML file, and none is given.",
+        ),
+        (
+            {"config": "run.yaml", "dp": 2},
+            InvalidCall,
+            "mesh: give sizes or a YAML file, not both; change the file's values with overrides.",
         ),
         (
             {"config": parallel3d.RunConfig(), "overrides": {"parallel.dp": 2}},
             InvalidCall,
-            "mesh: a RunConfig is complete; load the file with overrides instead.",
+            "mesh: a RunConfig is complete; load its file with overrides instead.",
         ),
     ],
 )
@@ -105,18 +113,20 @@ async def test_a_refusal(settings, kind, message):
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("text", "overrides", "words"),
     [
-        ({"dp": 0}, "parallel.dp = 0: must be at least 1."),
-        ({"dp": 2, "timeout": -1}, "comm.timeout = -1: must be more than 0 and at most 1e9 seconds."),
-        ({"dp": 2, "backend": "mpi"}, 'comm.backend = "mpi": must be auto, gloo or nccl.'),
-        ({"dp": 2, "overrides": {"parallel.xx": 3}}, "parallel.xx: unknown key."),
-        ({"config": "/nowhere/run.yaml"}, "/nowhere/run.yaml  file not found."),
+        ("parallel: {dp: 0}", {}, "run.yaml:1:16  parallel.dp = 0: must be at least 1."),
+        ("comm: {timeout: -1}", {}, "comm.timeout = -1: must be more than 0 and at most 1e9 seconds."),
+        ("parallel: {dp: 2}", {"parallel.xx": 3}, "parallel.xx: unknown key."),
+        (None, {}, "run.yaml  file not found."),
     ],
 )
-async def test_a_configuration_that_is_refused(settings, words):
+async def test_a_configuration_that_is_refused(tmp_path, text, overrides, words):
+    file = tmp_path / "run.yaml"
+    if text is not None:
+        file.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        await places(2, **settings)
+        await places(2, file, overrides=overrides)
     assert words in str(caught.value)
 
 
