@@ -77,6 +77,8 @@ class ForkClient:
                 data = self.connection.recv(MAX_RECORD_BYTES)
             except BlockingIOError:
                 return
+            except ConnectionResetError:  # said once when it ended without reading all; its last words come next
+                continue
             except OSError:
                 data = b""
             event: dict[str, Any] = json.loads(data) if data else {"event": "lost"}
