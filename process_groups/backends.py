@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -168,31 +168,37 @@ def _network_device() -> Any:  # noqa: ANN401
 
 def issue(backend: TorchBackend, call: Call, tag: int) -> TorchWork:
     """Hand one call to a torch backend; returns at once. A send meets the receive that has the same tag."""
-    match call:
-        case Call(kind="all_reduce", target=torch.Tensor() as target):
-            return backend.allreduce([target], _options(dist.AllreduceOptions, call.timeout, op=call.op))
-        case Call(kind="reduce_scatter", source=torch.Tensor() as source, target=torch.Tensor() as target):
-            options = _options(dist.ReduceScatterOptions, call.timeout, op=call.op)
+    source, target, peer = call.source, call.target, call.peer
+    # Each kind needs only some of these, and Group gives them; checking again would cost time while peers wait.
+    if TYPE_CHECKING:
+        assert source is not None
+        assert target is not None
+        assert peer is not None
+    match call.kind:
+        case "all_reduce":
+            return backend.allreduce([target], _options(dist.AllreduceOptions, call.timeout, call.op))
+        case "reduce_scatter":
+            options = _options(dist.ReduceScatterOptions, call.timeout, call.op)
             return backend._reduce_scatter_base(target, source, options)
-        case Call(kind="all_gather", source=torch.Tensor() as source, target=torch.Tensor() as target):
+        case "all_gather":
             options = _options(c10d.AllgatherOptions, call.timeout)
             return backend._allgather_base(_as_bytes(target), _as_bytes(source), options)
-        case Call(kind="broadcast", target=torch.Tensor() as target):
-            return backend.broadcast([_as_bytes(target)], _options(dist.BroadcastOptions, call.timeout, root=call.peer))
-        case Call(kind="all_to_all", source=torch.Tensor() as source, target=torch.Tensor() as target):
+        case "broadcast":
+            return backend.broadcast([_as_bytes(target)], _options(dist.BroadcastOptions, call.timeout, root=peer))
+        case "all_to_all":
             options = _options(dist.AllToAllOptions, call.timeout)
             return backend.alltoall_base(_as_bytes(target), _as_bytes(source), [], [], options)
-        case Call(kind="barrier"):
+        case "barrier":
             return backend.barrier(_options(dist.BarrierOptions, call.timeout))
-        case Call(kind="send", source=torch.Tensor() as source, peer=int() as peer):
+        case "send":
             return backend.send([_as_bytes(source)], peer, tag)
-        case Call(kind="recv", target=torch.Tensor() as target, peer=int() as peer):
+        case "recv":
             return backend.recv([_as_bytes(target)], peer, tag)
     raise AssertionError(call)
 
 
 @lru_cache(maxsize=1024)  # torch copies them, and making them costs as much as a small call's own work
-def _options(kind: type[Any], timeout: float, *, op: str | None = None, root: int | None = None) -> Any:  # noqa: ANN401
+def _options(kind: type[Any], timeout: float, op: str | None = None, root: int | None = None) -> Any:  # noqa: ANN401
     options = kind()
     options.timeout = timedelta(seconds=timeout + BACKSTOP)
     if op is not None:

@@ -62,9 +62,10 @@ class Ring:
         _SLOT_HEAD.pack_into(self._memory, at, number, len(data))
         _NUMBER.pack_into(self._memory, 0, number)
 
-    def has_room(self, number: int) -> bool:
-        """Whether the owner of this ring is near enough for its slots to hold what it has not compared yet."""
-        return number - self.issued < self._num_slots
+    @property
+    def room_until(self) -> int:
+        """The first number too far ahead: its slot holds a call that this ring's owner has not compared yet."""
+        return self.issued + self._num_slots
 
     def finish(self) -> None:
         self._num_finished += 1

@@ -208,10 +208,11 @@ class Group:
         moved_to = copy_back = None
         if target is not None:
             _check_writable(kind, target)
-            _note_overwritten(target)
-            moved_to = moved_from if source is target else _plain(target)
-            if moved_to is not None and moved_to.data_ptr() != target.data_ptr():
+            moved_to = moved_from if source is target and moved_from is not None else _plain(target)
+            if moved_to.data_ptr() != target.data_ptr():
                 copy_back = CopyBack(staging=moved_to, to=target.detach())
+            if not target.is_inference():  # autograd shall find out that a tensor it has saved is overwritten
+                torch.autograd.graph.increment_version(target)
         terms = describe_terms(kind, op, peer, shown.dtype, shown.shape)
         call = Call(kind, moved_from, moved_to, op, peer, limit, self._number(kind, peer), terms)
         return self._issue(call, target if target is not None else source, copy_back)
@@ -311,15 +312,13 @@ class Group:
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """The same values as bytes in a row: the tensor itself where it already is that, else a copy."""
+    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+        return tensor.detach()
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _check_writable(kind: str, tensor: torch.Tensor) -> None:
-    if 0 in tensor.stride() and any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+    if not tensor.is_contiguous() and any(
+        n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
         raise InvalidCall(f"{kind}: some elements of the tensor are one in memory (expand); give a .clone() of it.")
-
-
-def _note_overwritten(tensor: torch.Tensor) -> None:
-    """Let autograd find out that a tensor it has saved is overwritten from outside."""
-    if not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)

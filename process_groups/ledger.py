@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ class Ledger:
         assert own is not None
         self._own = own
         self._seen = [(i, m) for i, m in enumerate(members) if i != me and m.page is not None]
+        self._room_until = 0
         self._collective_rings = own.collectives, [(i, m.page.collectives) for i, m in self._seen if m.page]
 
     def post(self, call: Call) -> None:
@@ -84,8 +86,11 @@ class Ledger:
 
     def has_room(self, call: Call) -> bool:
         """Whether every partner is near enough to compare the call with its own when it comes to it."""
-        theirs = self._collective_rings[1] if call.kind not in POINT_TO_POINT else self._pair_rings(call)[1]
-        return all(ring.has_room(call.number) for _, ring in theirs)
+        if call.kind in POINT_TO_POINT:
+            return all(ring.room_until > call.number for _, ring in self._pair_rings(call)[1])
+        if call.number >= self._room_until:  # asked seldom: the partners have gone on since
+            self._room_until = min((ring.room_until for _, ring in self._collective_rings[1]), default=sys.maxsize)
+        return call.number < self._room_until
 
     def close(self, error: CommunicationError | None) -> None:
         self._own.close(error)

@@ -6,7 +6,6 @@ import asyncio
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -71,28 +70,29 @@ class TorchTransport:
         spans_hosts = any(member.page is None for member in members)
         self._notes = StoreNotes(store, name, members, me, self._threads) if spans_hosts else None
         self._threads_of: dict[tuple[str, Channel], DaemonThreads] = {}
-        self._num_later: Counter[Channel] = Counter()
+        self._num_later = 0
         self._counting = threading.Lock()
 
     def start(self, call: Call) -> TorchCompletion | ThreadCompletion:
-        channel = _channel(call)
-        if self._notes is None and not self._num_later[channel] and self._ledger.has_room(call):
+        completion: TorchCompletion | ThreadCompletion
+        if self._notes is None and not self._num_later and self._ledger.has_room(call):
             self._ledger.post(call)
             completion = self._issue(call)
         else:
-            completion = self._start_later(call, channel)
+            completion = self._start_later(call)
         self._under_way[call] = completion
         return completion
 
-    def _start_later(self, call: Call, channel: Channel) -> ThreadCompletion:
+    def _start_later(self, call: Call) -> ThreadCompletion:
         """In a thread that keeps the channel's order: where peers on other hosts must first be asked what they
         call, or where this rank is so far ahead of a peer that the board has no room."""
         if self._notes is not None:
             self._notes.made(call)
+        channel = _channel(call)
         with self._counting:
-            self._num_later[channel] += 1
+            self._num_later += 1
         outcome: Future[None] = Future()
-        self._in_order("issue", channel).submit(self._check_then_issue, call, channel, outcome)
+        self._in_order("issue", channel).submit(self._check_then_issue, call, outcome)
         return ThreadCompletion(outcome)
 
     def _in_order(self, purpose: str, channel: Channel) -> DaemonThreads:
@@ -121,7 +121,7 @@ class TorchTransport:
             raise GroupClosed("the group was given up")
         return issue(backend, call, tag)
 
-    def _check_then_issue(self, call: Call, channel: Channel, outcome: Future[None]) -> None:
+    def _check_then_issue(self, call: Call, outcome: Future[None]) -> None:
         try:
             self._wait_for_room(call)
             self._ledger.post(call)
@@ -132,7 +132,7 @@ class TorchTransport:
             outcome.set_exception(translate(error))
         finally:
             with self._counting:
-                self._num_later[channel] -= 1
+                self._num_later -= 1
 
     def _wait_for_room(self, call: Call) -> None:
         deadline = time.monotonic() + call.timeout
