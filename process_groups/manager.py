@@ -175,6 +175,7 @@ class _Former:
         self._deadline = time.monotonic() + plan.startup_timeout
         self._rank, self._size = environment.rank, environment.world_size
         self._group_sizes = (self._size, plan.dp, plan.tp, plan.pp)
+        self._is_launched = isinstance(environment.meeting_place, InheritedFile) and environment.host is None
         self._segments: list[Segment | None] = []
         self._pulses: list[Pulse | None] = []
 
@@ -246,7 +247,7 @@ class _Former:
             apart = mine["host_is_given"] and greeting["host"] != mine["host"]
             if rank != self._rank and not apart:
                 self._segments[rank] = Segment.open(greeting["segment"], self._group_sizes)
-        mapped_by = self._exchange(store, "mapped", [segment is not None for segment in self._segments])
+        mapped_by = self._mapped_by(store)
         self._pulses = [None] * self._size
         for rank, segment in enumerate(self._segments):
             if segment is not None and not mapped_by[rank][self._rank]:
@@ -254,6 +255,13 @@ class _Former:
                 self._segments[rank] = None
             elif segment is not None and rank != self._rank:
                 self._pulses[rank] = self._feel_pulse(rank, segment)
+
+    def _mapped_by(self, store: dist.Store) -> list[list[bool]]:
+        """For each rank, whose segments it could map. The launcher's ranks are all alike and need not ask."""
+        mine = [segment is not None for segment in self._segments]
+        if self._is_launched:
+            return [mine] * self._size
+        return self._exchange(store, "mapped", mine)
 
     def _feel_pulse(self, rank: int, segment: Segment) -> Pulse:
         try:
@@ -307,8 +315,7 @@ class _Former:
         device: torch.device,
     ) -> TorchTransport:
         # The launcher's ranks are on one host even where they can't map each other.
-        launched = isinstance(self._environment.meeting_place, InheritedFile) and self._environment.host is None
-        one_host = launched or all(member.page is not None for member in members)
+        one_host = self._is_launched or all(member.page is not None for member in members)
         loopback = loopback_address(f"{self._nonce} {name} {members[0].place.rank}") if one_host else None
         try:
             backend = open_backend(kind, store, me, len(members), loopback=loopback, timeout=self._left())

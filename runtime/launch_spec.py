@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.machinery
 import math
 import os
-import secrets
 import signal
 import sys
 from collections.abc import Mapping
@@ -115,7 +114,7 @@ def prepare(spec: LaunchSpec) -> tuple[int, ...]:
 
 def warm_up(num_ranks: int, preload: tuple[str, ...], environment: Mapping[str, str]) -> WarmServer:
     """Start the fork server: it takes the longest, so before all else."""
-    run_id = secrets.token_hex(4)
+    run_id = os.urandom(4).hex()
     environment = {**environment, RUN_ID: run_id}
     # libgomp reads it once, when torch is loaded.
     environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank(num_ranks)))
