@@ -199,7 +199,6 @@ def test_a_pulse_sees_whether_the_heart_beats(monkeypatch):
 
 def test_a_ring_has_room_while_its_owner_is_near():
     posted = ring(num_slots=4)
-    assert posted.has_room(3)
-    assert not posted.has_room(4)
+    assert posted.room_until == 4
     posted.post(1, "barrier")
-    assert posted.has_room(4)
+    assert posted.room_until == 5
