@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 
 from monitoring.loop_lag import LagHistogram, LagMeter
+from process_groups.formation import Formation, MeshPlan
 from process_groups.group import Group
 from process_groups.in_process import InProcessWorld
-from process_groups.manager import Formation, MeshPlan, form, form_in_process
+from process_groups.manager import form, form_in_process
 from process_groups.topology import Topology
 from runtime.control import rank_control
 from runtime.environment import RankEnvironment, read_environment

@@ -296,7 +296,12 @@ class Group:
         for work in list(self._under_way):
             work.settle(GroupClosed(f"group {self.name} was closed: {error}", action=work.call.describe()))
 
-    async def close(self) -> None:
+    @property
+    def has_failed(self) -> bool:
+        """Whether a call on it failed, here or on another rank, so that it is closed."""
+        return self._closed is not None
+
+    async def close(self, seconds: float) -> None:
         """Finish what is under way, then leave; the peers lose nothing. No call is possible afterwards.
 
         Raises the error of a call that nobody awaited: it would be lost otherwise.
@@ -307,7 +312,7 @@ class Group:
         finally:
             self._closed = self._closed or GroupClosed("this rank has left the mesh")
             if self._transport is not None:
-                await self._transport.close(time.monotonic() + self.timeout)
+                await self._transport.close(time.monotonic() + seconds)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

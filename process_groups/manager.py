@@ -1,118 +1,21 @@
-"""Forms a mesh: the ranks meet, agree on its shape, see who shares a host, and open the groups they are in."""
+"""Forms this rank's part of a mesh, with ranks that are processes or tasks of one process."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import socket
-import time
-from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from process_groups.backends import BACKENDS, choose_backend, device_of, explain_store_error, open_backend, open_store
-from process_groups.board import Pulse, Segment
-from process_groups.connections import loopback_address
+from process_groups.formation import GROUP_NAMES, Formation, MeshPlan, ranks_of
 from process_groups.group import Group
 from process_groups.in_process import CPU, InProcessWorld
-from process_groups.ledger import Member
-from process_groups.topology import AXES, Topology, auto_order
-from process_groups.torch_transport import TorchTransport, translate
+from process_groups.meeting import Meeting
 from process_groups.transport import Place
-from runtime.environment import InheritedFile, PrivateFile, RankEnvironment
-from runtime.errors import CommunicationError, Coords, DeadlineExceeded, InvalidCall, LaunchError, Mismatch, PeerLost
+from runtime.environment import PrivateFile, RankEnvironment
+from runtime.errors import PeerLost
 from runtime.threads import DaemonThreads
-
-GROUP_NAMES = ("world", *AXES)
-
-
-@dataclass(frozen=True, slots=True)
-class MeshPlan:
-    """The mesh that every rank asks for."""
-
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    order: str | tuple[Coords, ...] = "auto"
-    backend: str = "auto"
-    timeout: float = 30.0
-    startup_timeout: float = 120.0
-
-    def __post_init__(self) -> None:
-        self.topology(1)  # checks sizes and order
-        if self.backend not in BACKENDS:
-            raise InvalidCall(f"backend = {self.backend!r}: give one of {', '.join(BACKENDS)}.")
-        for name in ("timeout", "startup_timeout"):
-            seconds = getattr(self, name)
-            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= 1e9:
-                raise InvalidCall(f"{name} = {seconds!r}: give seconds, more than 0.")
-
-    def topology(self, ranks_per_host: int) -> Topology:
-        if isinstance(self.order, tuple):
-            return Topology(self.dp, self.tp, self.pp, table=self.order)
-        order = auto_order(self.tp, self.pp, ranks_per_host) if self.order == "auto" else self.order
-        return Topology(self.dp, self.tp, self.pp, order=order)
-
-    def check_world_size(self, world_size: int) -> None:
-        """Refuse a mesh that the started ranks can't fill."""
-        wanted = self.topology(1).world_size
-        if wanted == world_size:
-            return
-        started = "1 was" if world_size == 1 else f"{world_size} were"
-        raise LaunchError(
-            f"dp({self.dp}) x tp({self.tp}) x pp({self.pp}) = {wanted} ranks, but {started} started. "
-            f"Start {wanted}: parallel3d launch -n {wanted} script.py; or choose sizes whose product is {world_size}."
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Formation:
-    """What a formed mesh consists of, in one rank."""
-
-    rank: int
-    topology: Topology
-    hosts: tuple[str, ...]
-    """The host of each rank."""
-
-    groups: dict[str, Group]
-    _own: Segment | None = None
-    _segments: tuple[Segment, ...] = ()
-    _pulses: tuple[Pulse, ...] = ()
-
-    def beat(self) -> None:
-        """Show the peers that this rank's event loop moves."""
-        if self._own is not None:
-            self._own.beat()
-
-    def abort(self, error: CommunicationError) -> None:
-        """Leave because something failed; peers that wait for this rank are told why."""
-        for group in self.groups.values():
-            group.abort(error)
-
-    async def close(self) -> None:
-        """Leave in peace."""
-        closing = (group.close() for group in self.groups.values())
-        for outcome in await asyncio.gather(*closing, return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
-
-    def release(self) -> None:
-        """Unmap the peers. Their waiting ends with their groups, so this comes last."""
-        for segment in self._segments:
-            segment.close()
-        for pulse in self._pulses:
-            pulse.close()
-
-
-def ranks_of(topology: Topology, name: str, rank: int) -> tuple[int, ...]:
-    return tuple(range(topology.world_size)) if name == "world" else topology.group(name, rank)
 
 
 def form_in_process(plan: MeshPlan, world: InProcessWorld, rank: int) -> Formation:
@@ -135,7 +38,7 @@ async def form(plan: MeshPlan, environment: RankEnvironment, number: int) -> For
     """
     plan.check_world_size(environment.world_size)
     threads = DaemonThreads("parallel3d-form", limit=1)
-    forming = threads.submit(_Former(plan, environment, number).form)
+    forming = threads.submit(Meeting(plan, environment, number).form)
     threads.stop()
     try:
         formation = await asyncio.wrap_future(forming)
@@ -165,174 +68,3 @@ async def _remove_meeting_file(formation: Formation, path: str) -> None:
         with contextlib.suppress(OSError):  # another job of this user may meet there now
             os.rmdir(os.path.dirname(path))
     await world.barrier()
-
-
-class _Former:
-    """The blocking steps of `form`, in order."""
-
-    def __init__(self, plan: MeshPlan, environment: RankEnvironment, number: int) -> None:
-        self._plan, self._environment, self._number = plan, environment, number
-        self._deadline = time.monotonic() + plan.startup_timeout
-        self._rank, self._size = environment.rank, environment.world_size
-        self._group_sizes = (self._size, plan.dp, plan.tp, plan.pp)
-        self._is_launched = isinstance(environment.meeting_place, InheritedFile) and environment.host is None
-        self._segments: list[Segment | None] = []
-        self._pulses: list[Pulse | None] = []
-
-    def form(self) -> Formation:
-        try:
-            return self._form()
-        except BaseException as error:
-            for thing in (*self._segments, *self._pulses):
-                if thing is not None:
-                    thing.close()
-            if isinstance(error, dist.DistNetworkError):
-                raise explain_store_error(error, self._environment, self._plan.startup_timeout) from error
-            raise
-
-    def _form(self) -> Formation:
-        store = open_store(self._environment, self._plan.startup_timeout)
-        store = dist.PrefixStore(f"attempt{self._environment.attempt}/mesh{self._number}", store)
-        store.set_timeout(timedelta(seconds=self._plan.startup_timeout))
-        own = Segment.create(self._group_sizes)
-        self._segments = [own if rank == self._rank else None for rank in range(self._size)]
-        greetings = self._meet(store, own)
-        self._check_agreement(greetings)
-        self._nonce = greetings[0]["segment"]
-        topology = self._plan.topology(min(greeting["local_world_size"] for greeting in greetings))
-        self._map_peers(store, greetings)
-        places = [Place(rank, topology.coords(rank)) for rank in range(self._size)]
-        hosts = tuple(greeting["host"] for greeting in greetings)
-        groups = {
-            name: self._open_group(store, topology, name, index, places) for index, name in enumerate(GROUP_NAMES)
-        }
-        # A rank that fails right after the start must not break the groups that others still form.
-        self._exchange(store, "formed", True)
-        pulses = tuple(pulse for pulse in self._pulses if pulse is not None)
-        return Formation(self._rank, topology, hosts, groups, own, tuple(filter(None, self._segments)), pulses)
-
-    def _left(self) -> float:
-        return max(0.001, self._deadline - time.monotonic())
-
-    def _meet(self, store: dist.Store, own: Segment) -> list[dict[str, Any]]:
-        """Everybody says who they are; returns when all have."""
-        greeting = {
-            "shape": [self._plan.dp, self._plan.tp, self._plan.pp],
-            "order": self._plan.order,
-            "backend": self._plan.backend,
-            "local_world_size": self._environment.local_world_size,
-            "segment": own.address,
-            "host": self._environment.host or socket.gethostname(),
-            "host_is_given": self._environment.host is not None,
-        }
-        return self._exchange(store, "greeting", greeting)
-
-    def _check_agreement(self, greetings: Sequence[dict[str, Any]]) -> None:
-        for what in ("shape", "order", "backend"):
-            mine = greetings[self._rank][what]
-            for rank, greeting in enumerate(greetings):
-                if greeting[what] != mine:
-                    raise Mismatch(
-                        f"the ranks ask for different meshes: {what} is {mine} on rank {self._rank}, "
-                        f"but {greeting[what]} on rank {rank}.",
-                        rank=rank,
-                        action="start-up",
-                    )
-
-    def _map_peers(self, store: dist.Store, greetings: Sequence[dict[str, Any]]) -> None:
-        """On one host means: either can map the other's segment. Namespaces share host names, containers may not
-        share pids, and permission may go one way only."""
-        mine = greetings[self._rank]
-        for rank, greeting in enumerate(greetings):
-            apart = mine["host_is_given"] and greeting["host"] != mine["host"]
-            if rank != self._rank and not apart:
-                self._segments[rank] = Segment.open(greeting["segment"], self._group_sizes)
-        mapped_by = self._mapped_by(store)
-        self._pulses = [None] * self._size
-        for rank, segment in enumerate(self._segments):
-            if segment is not None and not mapped_by[rank][self._rank]:
-                segment.close()
-                self._segments[rank] = None
-            elif segment is not None and rank != self._rank:
-                self._pulses[rank] = self._feel_pulse(rank, segment)
-
-    def _mapped_by(self, store: dist.Store) -> list[list[bool]]:
-        """For each rank, whose segments it could map. The launcher's ranks are all alike and need not ask."""
-        mine = [segment is not None for segment in self._segments]
-        if self._is_launched:
-            return [mine] * self._size
-        return self._exchange(store, "mapped", mine)
-
-    def _feel_pulse(self, rank: int, segment: Segment) -> Pulse:
-        try:
-            return Pulse(segment)
-        except ProcessLookupError:
-            raise PeerLost(
-                f"start-up: rank {rank} ended before the mesh was formed.", rank=rank, action="start-up"
-            ) from None
-
-    def _exchange(self, store: dist.Store, what: str, mine: Any) -> list[Any]:  # noqa: ANN401
-        """Tell every rank something, and hear it from each."""
-        store.set(f"{what}/{self._rank}", json.dumps(mine))
-        keys = [f"{what}/{rank}" for rank in range(self._size)]
-        try:
-            store.wait(keys, timedelta(seconds=self._left()))
-        except (dist.DistStoreError, RuntimeError) as error:
-            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-            raise DeadlineExceeded(
-                f"start-up: {'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing[:20])} of {self._size} did "
-                f"not come within {self._plan.startup_timeout:g} s. "
-                "Look at their output, or raise comm.startup_timeout.",
-                rank=int(missing[0]) if missing else None,
-                action="start-up",
-            ) from error
-        return [json.loads(store.get(key)) for key in keys]
-
-    def _open_group(
-        self, store: dist.Store, topology: Topology, name: str, index: int, places: Sequence[Place]
-    ) -> Group:
-        ranks = ranks_of(topology, name, self._rank)
-        me = ranks.index(self._rank)
-        kind = choose_backend(self._plan.backend)
-        device = device_of(kind, self._environment.local_rank)
-        transport = None
-        if len(ranks) > 1:
-            members = []
-            for rank in ranks:
-                segment = self._segments[rank]
-                members.append(Member(places[rank], segment.pages[index] if segment else None, self._pulses[rank]))
-            group_store = dist.PrefixStore(f"{name}/{ranks[0]}", store)
-            transport = self._connect(kind, group_store, name, members, me, device)
-        return Group(name, ranks, me, transport, coords_of=topology.coords, timeout=self._plan.timeout, device=device)
-
-    def _connect(
-        self,
-        kind: str,
-        store: dist.Store,
-        name: str,
-        members: Sequence[Member],
-        me: int,
-        device: torch.device,
-    ) -> TorchTransport:
-        # The launcher's ranks are on one host even where they can't map each other.
-        one_host = self._is_launched or all(member.page is not None for member in members)
-        loopback = loopback_address(f"{self._nonce} {name} {members[0].place.rank}") if one_host else None
-        try:
-            backend = open_backend(kind, store, me, len(members), loopback=loopback, timeout=self._left())
-        except RuntimeError as error:
-            what = f"group {name} of {', '.join(str(m.place) for m in members)}"
-            raise _failed_start(what, error, members) from error
-        return TorchTransport(kind, backend, store, name, members, me, device)
-
-
-def _failed_start(what: str, error: RuntimeError, members: Sequence[Member]) -> CommunicationError:
-    dead = [member.place for member in members if member.pulse is not None and member.pulse.is_dead()]
-    if dead:
-        return PeerLost(
-            f"start-up: {' and '.join(map(str, dead))} ended before the mesh was formed.",
-            rank=dead[0].rank,
-            coords=dead[0].coords,
-            action="start-up",
-        )
-    kind = type(translate(error))
-    return kind(f"start-up: {what} could not connect: {str(error).partition(chr(10))[0]}", action="start-up")

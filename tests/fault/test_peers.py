@@ -13,7 +13,6 @@ import torch
 
 import parallel3d
 from parallel3d import CommunicationError, DeadlineExceeded, LaunchError, PeerLost
-from process_groups import manager
 from tests.ranks import Rank, Ranks, Tell, slurm_variables, torch_variables
 
 RANKS = 4
@@ -214,7 +213,7 @@ def test_a_store_whose_port_is_taken_is_refused():
 
 async def die_while_groups_form(tell: Tell, victim: int) -> None:
     if os.environ["SLURM_PROCID"] == str(victim):
-        manager.open_backend = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        meeting.open_backend = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     async with parallel3d.mesh(dp=2, startup_timeout=2.0):
         raise AssertionError("formed without a member")
 

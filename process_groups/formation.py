@@ -1,0 +1,98 @@
+"""The mesh that ranks ask for, and what it consists of once it stands."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from process_groups.backends import BACKENDS
+from process_groups.board import Pulse, Segment
+from process_groups.group import Group
+from process_groups.topology import AXES, Topology, auto_order
+from runtime.errors import CommunicationError, Coords, InvalidCall, LaunchError
+
+GROUP_NAMES = ("world", *AXES)
+_AFTER_A_FAILURE = 5.0  # seconds to leave the groups that still work
+
+
+@dataclass(frozen=True, slots=True)
+class MeshPlan:
+    """The mesh that every rank asks for."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    order: str | tuple[Coords, ...] = "auto"
+    backend: str = "auto"
+    timeout: float = 30.0
+    startup_timeout: float = 120.0
+
+    def __post_init__(self) -> None:
+        self.topology(1)  # checks sizes and order
+        if self.backend not in BACKENDS:
+            raise InvalidCall(f"backend = {self.backend!r}: give one of {', '.join(BACKENDS)}.")
+        for name in ("timeout", "startup_timeout"):
+            seconds = getattr(self, name)
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= 1e9:
+                raise InvalidCall(f"{name} = {seconds!r}: give seconds, more than 0.")
+
+    def topology(self, ranks_per_host: int) -> Topology:
+        if isinstance(self.order, tuple):
+            return Topology(self.dp, self.tp, self.pp, table=self.order)
+        order = auto_order(self.tp, self.pp, ranks_per_host) if self.order == "auto" else self.order
+        return Topology(self.dp, self.tp, self.pp, order=order)
+
+    def check_world_size(self, world_size: int) -> None:
+        """Refuse a mesh that the started ranks can't fill."""
+        wanted = self.topology(1).world_size
+        if wanted == world_size:
+            return
+        started = "1 was" if world_size == 1 else f"{world_size} were"
+        raise LaunchError(
+            f"dp({self.dp}) x tp({self.tp}) x pp({self.pp}) = {wanted} ranks, but {started} started. "
+            f"Start {wanted}: parallel3d launch -n {wanted} script.py; or choose sizes whose product is {world_size}."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Formation:
+    """What a formed mesh consists of, in one rank."""
+
+    rank: int
+    topology: Topology
+    hosts: tuple[str, ...]
+    """The host of each rank."""
+
+    groups: dict[str, Group]
+    _own: Segment | None = None
+    _segments: tuple[Segment, ...] = ()
+    _pulses: tuple[Pulse, ...] = ()
+
+    def beat(self) -> None:
+        """Show the peers that this rank's event loop moves."""
+        if self._own is not None:
+            self._own.beat()
+
+    def abort(self, error: CommunicationError) -> None:
+        """Leave because something failed; peers that wait for this rank are told why."""
+        for group in self.groups.values():
+            group.abort(error)
+
+    async def close(self) -> None:
+        """Leave in peace; soon where something has already failed, for a lost peer can't say that it is done."""
+        failed = any(group.has_failed for group in self.groups.values())
+        closing = (group.close(_AFTER_A_FAILURE if failed else group.timeout) for group in self.groups.values())
+        for outcome in await asyncio.gather(*closing, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    def release(self) -> None:
+        """Unmap the peers. Their waiting ends with their groups, so this comes last."""
+        for segment in self._segments:
+            segment.close()
+        for pulse in self._pulses:
+            pulse.close()
+
+
+def ranks_of(topology: Topology, name: str, rank: int) -> tuple[int, ...]:
+    return tuple(range(topology.world_size)) if name == "world" else topology.group(name, rank)
