@@ -13,6 +13,7 @@ import torch
 
 import parallel3d
 from parallel3d import CommunicationError, DeadlineExceeded, LaunchError, PeerLost
+from process_groups import meeting
 from tests.ranks import Rank, Ranks, Tell, slurm_variables, torch_variables
 
 RANKS = 4
