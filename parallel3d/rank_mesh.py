@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
 import itertools
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -75,7 +76,7 @@ def _configured_mesh(
     from parallel3d.config import RunConfig, load_config  # pydantic takes a while, and sizes don't need it
 
     if not isinstance(config, RunConfig):
-        config = load_config(config, overrides=overrides, world_size=environment.world_size)
+        config = load_config(config, overrides=overrides, world_size=environment.world_size, overrides_are="overrides")
     elif overrides:
         raise InvalidCall("mesh: a RunConfig is complete; load its file with overrides instead.")
     order = config.parallel.order
@@ -121,6 +122,17 @@ class Mesh:
         self._lag = LagMeter()
         self._control = rank_control() if place is None else None
         self._reporter: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        if self._formation is None:
+            return f"<Mesh of {self._plan}, not entered>"
+        return f"<Mesh {self.topology.shape}: rank {self.rank} ({self.coords})>"
+
+    if not TYPE_CHECKING:  # its attributes are declared above, and checkers shall hold us to them
+
+        def __getattr__(self, name: str) -> object:
+            hint = " before it is entered: async with parallel3d.mesh(...) as mesh" if self._formation is None else ""
+            raise AttributeError(f"the mesh has no {name!r}{hint}")
 
     async def __aenter__(self) -> Self:
         if self._formation is not None:
@@ -169,6 +181,8 @@ class Mesh:
 
         Cancelling the await does not stop a function that already runs.
         """
+        if inspect.iscoroutinefunction(function):
+            raise InvalidCall(f"compute: {function.__name__} is async; await it on the event loop instead.")
         context = contextvars.copy_context()
         return await asyncio.wrap_future(self._engine.submit(lambda: context.run(function, *args, **kwargs)))
 
@@ -198,6 +212,14 @@ class Mesh:
         self._control.send("loop_lag", **self._lag.histogram.to_wire())
 
 
+async def _noting_the_rank(main: Callable[[], Coroutine[Any, Any, T]], rank: int) -> T:
+    try:
+        return await main()
+    except Exception as error:
+        error.add_note(f"raised in rank {rank} of parallel3d.in_process")
+        raise
+
+
 async def in_process(main: Callable[[], Coroutine[Any, Any, T]], ranks: int) -> list[T]:
     """Run `main` once for each rank, as tasks of this loop; `parallel3d.mesh` inside it gives that rank's mesh.
 
@@ -209,7 +231,7 @@ async def in_process(main: Callable[[], Coroutine[Any, Any, T]], ranks: int) -> 
     def start(rank: int, tasks: asyncio.TaskGroup) -> asyncio.Task[T]:
         context = contextvars.copy_context()
         context.run(_place_in_process.set, (world, rank))
-        return tasks.create_task(main(), name=f"rank {rank}", context=context)
+        return tasks.create_task(_noting_the_rank(main, rank), name=f"rank {rank}", context=context)
 
     try:
         async with asyncio.TaskGroup() as tasks:

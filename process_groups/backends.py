@@ -116,6 +116,8 @@ class TorchBackend(Protocol):
 
 def choose_backend(wanted: str) -> str:
     """`auto`: nccl where this process has a CUDA device, else gloo."""
+    if wanted == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
+        raise LaunchError("backend nccl: this process has no CUDA device, or its torch no NCCL. Use gloo, or auto.")
     if wanted != "auto":
         return wanted
     return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"

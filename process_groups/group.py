@@ -11,17 +11,15 @@ from process_groups.transport import POINT_TO_POINT, REDUCE_OPS, Call, Transport
 from process_groups.work import CopyBack, Work
 from runtime.errors import CommunicationError, Coords, DeadlineExceeded, GroupClosed, InvalidCall, name_rank
 
-REDUCIBLE = frozenset(
-    (
-        torch.float32,
-        torch.float64,
-        torch.bfloat16,
-        torch.float16,
-        torch.int32,
-        torch.int64,
-        torch.int8,
-        torch.uint8,
-    )
+REDUCIBLE = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int32,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
 )
 STRATEGIES = ("default",)
 _TURN = 0.005  # seconds
@@ -154,7 +152,9 @@ class Group:
         if op not in REDUCE_OPS:
             raise InvalidCall(f"{kind}: op {op!r} is not one of {', '.join(REDUCE_OPS)}.")
         if tensor.dtype not in REDUCIBLE:
-            raise InvalidCall(f"{kind}: {tensor.dtype} can't be reduced; convert it first.")
+            names = [str(dtype)[6:] for dtype in REDUCIBLE]
+            known = f"{', '.join(names[:-1])} or {names[-1]}"
+            raise InvalidCall(f"{kind}: {tensor.dtype} can't be reduced; convert it to {known}.")
         if op == "mean" and not tensor.dtype.is_floating_point:
             raise InvalidCall(f"{kind}: the mean of {tensor.dtype} is no {tensor.dtype}. Use op='sum' and divide.")
 

@@ -52,6 +52,7 @@ class Meeting:
             raise
 
     def _form(self) -> Formation:
+        self._kind = choose_backend(self._plan.backend)
         store = open_store(self._environment, self._plan.startup_timeout)
         store = dist.PrefixStore(f"attempt{self._environment.attempt}/mesh{self._number}", store)
         store.set_timeout(timedelta(seconds=self._plan.startup_timeout))
@@ -154,8 +155,7 @@ class Meeting:
     ) -> Group:
         ranks = ranks_of(topology, name, self._rank)
         me = ranks.index(self._rank)
-        kind = choose_backend(self._plan.backend)
-        device = device_of(kind, self._environment.local_rank)
+        kind, device = self._kind, device_of(self._kind, self._environment.local_rank)
         transport = None
         if len(ranks) > 1:
             members = []

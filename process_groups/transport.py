@@ -86,7 +86,8 @@ def mismatch(group_name: str, call: Call, me: Place, peer: Place, their_terms: s
     """The error that names both ranks and what each of them called."""
     mine, theirs = {"send": ("sends", "receives"), "recv": ("receives", "sends")}.get(call.kind, ("calls", "calls"))
     return Mismatch(
-        f"number {call.number} on group {group_name}: {me} {mine} {call.terms}, but {peer} {theirs} {their_terms}.",
+        f"call number {call.number} on group {group_name}: {me} {mine} {call.terms}, "
+        f"but {peer} {theirs} {their_terms}.",
         rank=peer.rank,
         coords=peer.coords,
         action=call.describe(),

@@ -55,6 +55,10 @@ class Work:
         self._unnamed: CommunicationError | None = None
         self._timer: asyncio.TimerHandle | None = None
 
+    def __repr__(self) -> str:
+        how = "under way" if not self._ended else "ended" if self._error is None else "failed"
+        return f"<Work: {self.call.describe()} on group {self._group.name}, {how}>"
+
     def done(self) -> bool:
         """Whether the call has ended, well or not, as far as this rank's event loop knows."""
         if not self._ended and not self._ends_within(0.0):

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from runtime.errors import InvalidCall
+
 T = TypeVar("T")
 
 
@@ -18,6 +20,9 @@ def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     SIGINT raises KeyboardInterrupt and SIGTERM exits with 143, both after `main` was cancelled, so that every
     `async with` and `finally` in it has run.
     """
+    if asyncio.iscoroutine(main):
+        main.close()
+        raise InvalidCall("run: give it the function, run(main), not the coroutine, run(main()).")
     terminated = False
 
     async def guarded() -> T:

@@ -243,7 +243,7 @@ async def expect_mismatch(call, *words):
             await call(mesh)
         for word in words:
             assert word in str(caught.value), str(caught.value)
-        assert str(caught.value).startswith("number 1 on group world: rank ")
+        assert str(caught.value).startswith("call number 1 on group world: rank ")
         assert str(caught.value).count("(dp=") == 2
 
 
@@ -373,7 +373,8 @@ async def bad_calls_are_refused_before_anything_is_sent():
             ),
             (
                 lambda: world.all_reduce(torch.ones(4, dtype=torch.bool)),
-                "all_reduce: torch.bool can't be reduced; convert it first.",
+                "all_reduce: torch.bool can't be reduced; convert it to float32, float64, bfloat16, float16, int32, "
+                "int64, int8 or uint8.",
             ),
             (
                 lambda: world.all_reduce(ones.to_sparse()),

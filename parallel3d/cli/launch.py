@@ -115,12 +115,21 @@ def _finish(started: Started, on_message: OnMessage | None) -> LaunchResult:
 
     running = Launch(started, on_message or ignore_message)
 
+    told = False
+
+    def interrupt(number: signal.Signals) -> None:
+        nonlocal told
+        if not told and sys.stderr.isatty():
+            print("parallel3d: the ranks have been told to stop; Ctrl-C again kills them.", file=sys.stderr)
+        told = True
+        running.interrupt(number)
+
     async def watch() -> LaunchResult:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 continue  # nohup
-            loop.add_signal_handler(number, running.interrupt, number)
+            loop.add_signal_handler(number, interrupt, number)
         return await running.finish()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

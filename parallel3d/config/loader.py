@@ -27,16 +27,18 @@ def load_config(
     overrides: Mapping[str, Any] = MappingProxyType({}),
     environ: Mapping[str, str] = os.environ,
     world_size: int | None = None,
+    overrides_are: str = "--set",
 ) -> RunConfig:
     """Read and check a run's configuration. The file gives way to the environment, and that to overrides.
 
     path: the YAML file; None for the defaults alone.
     overrides: dotted keys, as with `--set`; text is read as YAML would read it.
     world_size: the ranks that are started; None when that is not known yet.
+    overrides_are: how messages name an override's place.
 
     Raises ConfigError, whose text lists everything that is wrong.
     """
-    tree, problems = _tree(path, overrides, environ)
+    tree, problems = _tree(path, overrides, environ, overrides_are)
     wrong = {problem.path for problem in problems}
     refused = _take_out_not_finite(tree)
     config, found = _validated(tree)
@@ -51,11 +53,11 @@ def load_config(
 
 
 def _tree(
-    path: str | os.PathLike[str] | None, overrides: Mapping[str, Any], environ: Mapping[str, str]
+    path: str | os.PathLike[str] | None, overrides: Mapping[str, Any], environ: Mapping[str, str], overrides_are: str
 ) -> tuple[Node, list[Problem]]:
     """All that was given, under our own names, each value with its place."""
     layers, problems = [], []
-    for layer, found in (_file(path), from_environment(environ), from_settings(overrides)):
+    for layer, found in (_file(path), from_environment(environ), from_settings(overrides, overrides_are)):
         layers.append(layer)
         problems += found
     factories = [node.value for layer in layers if (node := layer.find(("model", "factory"))) is not None]

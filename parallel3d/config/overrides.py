@@ -19,9 +19,9 @@ def from_environment(environ: Mapping[str, str]) -> tuple[Node, list[Problem]]:
     return _layer((Place(name), name.removeprefix(_PREFIX).lower().split("__"), environ[name]) for name in names)
 
 
-def from_settings(overrides: Mapping[str, Any]) -> tuple[Node, list[Problem]]:
+def from_settings(overrides: Mapping[str, Any], name: str = "--set") -> tuple[Node, list[Problem]]:
     """`--set parallel.pp=4`. Text is read as YAML would read it; other values are taken as they are."""
-    return _layer((Place(f"--set {path}"), path.split("."), value) for path, value in overrides.items())
+    return _layer((Place(f"{name} {path}"), path.split("."), value) for path, value in overrides.items())
 
 
 def merge(under: Node, over: Node, path: tuple[str, ...] = ()) -> tuple[Node, list[Problem]]:

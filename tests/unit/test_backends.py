@@ -152,7 +152,14 @@ def test_the_backend_is_chosen_by_device(monkeypatch, has_cuda, has_nccl, chosen
     monkeypatch.setattr(dist, "is_nccl_available", lambda: has_nccl)
     assert choose_backend("auto") == chosen
     assert choose_backend("gloo") == "gloo"
-    assert choose_backend("nccl") == "nccl"
+    if chosen == "nccl":
+        assert choose_backend("nccl") == "nccl"
+    else:
+        with pytest.raises(LaunchError) as caught:
+            choose_backend("nccl")
+        assert str(caught.value) == (
+            "backend nccl: this process has no CUDA device, or its torch no NCCL. Use gloo, or auto."
+        )
 
 
 def test_the_device_follows_the_backend():

@@ -63,7 +63,7 @@ def test_the_second_to_come_sees_the_mismatch(world):
     with pytest.raises(Mismatch) as caught:
         world.ledgers[2].post(barrier(terms="all_reduce(sum) of float32 (4,)"))
     assert str(caught.value) == (
-        "number 1 on group world: rank 2 (dp=2 tp=0 pp=0) calls all_reduce(sum) of float32 (4,), "
+        "call number 1 on group world: rank 2 (dp=2 tp=0 pp=0) calls all_reduce(sum) of float32 (4,), "
         "but rank 0 (dp=0 tp=0 pp=0) calls barrier."
     )
 
@@ -76,7 +76,7 @@ def test_sends_and_receives_are_compared_pair_by_pair(world):
     with pytest.raises(Mismatch) as caught:
         world.ledgers[2].post(recv(0))
     assert str(caught.value) == (
-        "number 1 on group world: rank 2 (dp=2 tp=0 pp=0) receives float32 (4,), "
+        "call number 1 on group world: rank 2 (dp=2 tp=0 pp=0) receives float32 (4,), "
         "but rank 0 (dp=0 tp=0 pp=0) sends int8 (1,)."
     )
 

@@ -9,6 +9,7 @@ import signal
 import pytest
 import uvloop
 
+from runtime.errors import InvalidCall
 from runtime.loop import run
 
 
@@ -82,3 +83,12 @@ def test_a_main_that_outlives_sigterm_keeps_its_result():
             return "stayed"
 
     assert run(main) == "stayed"
+
+
+def test_the_function_is_given_and_not_its_coroutine():
+    async def main():
+        return 1
+
+    with pytest.raises(InvalidCall) as caught:
+        run(main())
+    assert str(caught.value) == "run: give it the function, run(main), not the coroutine, run(main())."

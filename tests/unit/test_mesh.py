@@ -286,3 +286,36 @@ async def test_nobody_waits_at_the_end_for_a_store_that_is_gone():
     async with asyncio.timeout(10):
         await notes.farewell(deadline=float("inf"))
     threads.stop()
+
+
+async def test_what_beginners_write_gets_a_hint():
+    async def main():
+        mesh = parallel3d.mesh()
+        with pytest.raises(AttributeError) as early:
+            _ = mesh.rank
+        assert str(early.value) == (
+            "the mesh has no 'rank' before it is entered: async with parallel3d.mesh(...) as mesh"
+        )
+        async with mesh:
+            assert repr(mesh) == "<Mesh dp=1 tp=1 pp=1: rank 0 (dp=0 tp=0 pp=0)>"
+            with pytest.raises(AttributeError, match=r"the mesh has no 'ranks'$"):
+                _ = mesh.ranks
+            with pytest.raises(InvalidCall) as caught:
+                await mesh.compute(main)
+            assert str(caught.value) == "compute: main is async; await it on the event loop instead."
+            work = mesh.world.barrier()
+            assert repr(work) == "<Work: barrier on group world, ended>"
+
+    await parallel3d.in_process(main, 1)
+
+
+async def test_an_error_of_an_in_process_rank_says_whose_it_is():
+    async def main():
+        async with parallel3d.mesh(dp=2) as mesh:
+            if mesh.rank == 1:
+                raise ZeroDivisionError
+            await mesh.world.barrier()
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        await parallel3d.in_process(main, 2)
+    assert caught.value.__notes__ == ["raised in rank 1 of parallel3d.in_process"]
