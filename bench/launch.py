@@ -62,7 +62,8 @@ def seconds_to_first_all_reduce(name: str) -> float:
         results = Path(folder, "times")
         results.mkdir()
         # torchrun warns about threads and picks one; saying so gives both the same.
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        # torchrun leaves a log folder in TMPDIR.
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": folder}
         start = time.monotonic()
         subprocess.run(
             [sys.executable, *command, str(path), str(results)],

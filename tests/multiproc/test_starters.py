@@ -54,9 +54,32 @@ def test_parallel3d_launch(tmp_path, script):
 @pytest.mark.slow
 def test_torchrun(tmp_path, script):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4")
-    with Started(*torchrun, script, "2", "2", str(tmp_path)) as started:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    with Started(*torchrun, script, "2", "2", str(folder), TMPDIR=str(tmp_path)) as started:  # it leaves logs there
         assert started.finish(seconds=60) == 0, started.stderr.text
-    assert results(tmp_path) == RESULTS
+    assert results(folder) == RESULTS
+
+
+@pytest.mark.slow
+def test_torchrun_starts_ranks_again(tmp_path):
+    """Its store outlives the first attempt: what that left there must not confuse the second."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, parallel3d, torch\n"
+        "async def main():\n"
+        "    async with parallel3d.mesh(dp=2, startup_timeout=20) as mesh:\n"
+        "        tensor = torch.ones(1)\n"
+        "        await mesh.world.all_reduce(tensor)\n"
+        "        print(tensor.item())\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.environ['RANK'] == '1':\n"
+        "    sys.exit(7)\n"
+        "parallel3d.run(main)\n"
+    )
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    with Started(*torchrun, str(script), TMPDIR=str(tmp_path)) as started:
+        assert started.finish(seconds=90) == 0, started.stderr.text
+        assert started.stdout.text.count("2.0") == 2
 
 
 def run_tasks(script: str, folder: Path, variables: list[dict[str, str]]) -> list[tuple[int, str]]:
