@@ -57,7 +57,7 @@ _HOME = {
 __all__ = sorted(_HOME)
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401
+def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'parallel3d' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)

@@ -176,7 +176,7 @@ class Mesh:
             self._engine.stop()
             formation.release()
 
-    async def compute(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:  # noqa: ANN401
+    async def compute(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a computation on the engine thread, one at a time, so that the event loop stays responsive.
 
         Cancelling the await does not stop a function that already runs.

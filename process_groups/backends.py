@@ -96,7 +96,7 @@ class TorchWork(Protocol):
 
     def is_completed(self) -> bool: ...
     def wait(self, timeout: timedelta = ...) -> bool: ...
-    def get_future(self) -> Any: ...  # noqa: ANN401
+    def get_future(self) -> Any: ...
 
 
 class TorchBackend(Protocol):
@@ -161,7 +161,7 @@ def open_backend(
     return OpenBackend(backend, Connections(endpoints=endpoints).cut)
 
 
-def _network_device() -> Any:  # noqa: ANN401
+def _network_device() -> Any:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         return dist.ProcessGroupGloo.create_device(interface=interface)
@@ -200,7 +200,7 @@ def issue(backend: TorchBackend, call: Call, tag: int) -> TorchWork:
 
 
 @lru_cache(maxsize=1024)  # torch copies them, and making them costs as much as a small call's own work
-def _options(kind: type[Any], timeout: float, op: str | None = None, root: int | None = None) -> Any:  # noqa: ANN401
+def _options(kind: type[Any], timeout: float, op: str | None = None, root: int | None = None) -> Any:
     options = kind()
     options.timeout = timedelta(seconds=timeout + BACKSTOP)
     if op is not None:

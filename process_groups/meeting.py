@@ -133,7 +133,7 @@ class Meeting:
                 f"start-up: rank {rank} ended before the mesh was formed.", rank=rank, action="start-up"
             ) from None
 
-    def _exchange(self, store: dist.Store, what: str, mine: Any) -> list[Any]:  # noqa: ANN401
+    def _exchange(self, store: dist.Store, what: str, mine: Any) -> list[Any]:
         """Tell every rank something, and hear it from each."""
         store.set(f"{what}/{self._rank}", json.dumps(mine))
         keys = [f"{what}/{rank}" for rank in range(self._size)]

@@ -20,7 +20,7 @@ class DaemonThreads:
         self._lock = threading.Lock()
         self._num_threads = self._num_unfinished = 0
 
-    def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:  # noqa: ANN401
+    def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
         future: Future[T] = Future()
 
         def work() -> None:

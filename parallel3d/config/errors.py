@@ -80,7 +80,7 @@ def stop_a_flood(problems: Sequence[Problem], source: str) -> None:
         raise ConfigProblems([*problems[:MOST_PROBLEMS], last])
 
 
-def show(value: Any) -> str:  # noqa: ANN401
+def show(value: Any) -> str:
     """A value as the user would write it, short, and harmless to a terminal."""
     if isinstance(value, float) and not math.isfinite(value):
         return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"

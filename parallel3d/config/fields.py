@@ -46,7 +46,7 @@ def refusal(message: str, remedy: str) -> PydanticCustomError:
     return PydanticCustomError("parallel3d", "{message}", {"message": message, "remedy": remedy})
 
 
-def _quantity(value: Any, units: dict[str, Any]) -> float | None:  # noqa: ANN401
+def _quantity(value: Any, units: dict[str, Any]) -> float | None:
     """A number, or a number with a unit, in the base unit; None when it is neither."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return value
@@ -55,7 +55,7 @@ def _quantity(value: Any, units: dict[str, Any]) -> float | None:  # noqa: ANN40
     return float(match[1]) * factor if match and factor is not None else None
 
 
-def _size(value: Any) -> int:  # noqa: ANN401
+def _size(value: Any) -> int:
     num_bytes = _quantity(value, _BYTES)
     if num_bytes is None or (isinstance(value, float) and not value.is_integer()):
         raise refusal("must be a size: a number of bytes, or text with a unit.", 'For example "25 MiB" or "8 GiB".')
@@ -64,7 +64,7 @@ def _size(value: Any) -> int:  # noqa: ANN401
     return int(num_bytes)
 
 
-def _duration(value: Any) -> float:  # noqa: ANN401
+def _duration(value: Any) -> float:
     seconds = _quantity(value, _SECONDS)
     if seconds is None:
         raise refusal(
@@ -76,7 +76,7 @@ def _duration(value: Any) -> float:  # noqa: ANN401
     return float(seconds)
 
 
-def choice_refusal(value: Any, choices: tuple[str, ...], also: str = "") -> PydanticCustomError:  # noqa: ANN401
+def choice_refusal(value: Any, choices: tuple[str, ...], also: str = "") -> PydanticCustomError:
     """Not one of the words: names them all, and the nearest."""
     if len(choices) == 1:
         return refusal(f"must be {choices[0]}; there is no other yet.", f"Set it to {choices[0]}, or leave it out.")
@@ -85,14 +85,14 @@ def choice_refusal(value: Any, choices: tuple[str, ...], also: str = "") -> Pyda
     return refusal(f"must be {enumerate_words([*choices, *([also] if also else [])])}.", remedy)
 
 
-def _schedule(value: Any) -> str:  # noqa: ANN401
+def _schedule(value: Any) -> str:
     names = get_args(ScheduleName)
     if isinstance(value, str) and (value in names or (value.startswith("csv:") and len(value) > len("csv:"))):
         return value
     raise choice_refusal(value, names, '"csv:PATH"')
 
 
-def _order(value: Any) -> str | RankTable:  # noqa: ANN401
+def _order(value: Any) -> str | RankTable:
     if isinstance(value, (list, tuple)):
         return tuple(_coordinates(entry, rank) for rank, entry in enumerate(value))
     if isinstance(value, str) and (value == "auto" or value in ORDERS):
@@ -100,7 +100,7 @@ def _order(value: Any) -> str | RankTable:  # noqa: ANN401
     raise choice_refusal(value, ("auto", *ORDERS), "a list of [dp, tp, pp], one a rank")
 
 
-def _coordinates(entry: Any, rank: int) -> tuple[int, int, int]:  # noqa: ANN401
+def _coordinates(entry: Any, rank: int) -> tuple[int, int, int]:
     whole = isinstance(entry, (list, tuple)) and [type(number) for number in entry] == [int, int, int]
     if not whole:
         raise refusal(
@@ -111,13 +111,13 @@ def _coordinates(entry: Any, rank: int) -> tuple[int, int, int]:  # noqa: ANN401
     return dp, tp, pp
 
 
-def is_factory(value: Any) -> bool:  # noqa: ANN401
+def is_factory(value: Any) -> bool:
     """Whether this is `package.module:name`."""
     module, colon, name = value.partition(":") if isinstance(value, str) else ("", "", "")
     return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *name.split(".")))
 
 
-def _named(value: Any, *names: str) -> str:  # noqa: ANN401
+def _named(value: Any, *names: str) -> str:
     if value in names or is_factory(value):
         return str(value)
     raise choice_refusal(value, (*names, '"module:name"'))
@@ -162,6 +162,6 @@ LearningRate = Annotated[float, Field(gt=0, le=1e6)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 
 
-def is_finite(value: Any) -> bool:  # noqa: ANN401
+def is_finite(value: Any) -> bool:
     """False only for NaN and the infinities."""
     return not isinstance(value, float) or math.isfinite(value)

@@ -38,7 +38,7 @@ class Node:
     written: KeyPath | None = None
     """The path that the user wrote, where that was an alias of ours."""
 
-    def plain(self) -> Any:  # noqa: ANN401
+    def plain(self) -> Any:
         """The value without places."""
         if isinstance(self.value, dict):
             return {key: child.plain() for key, child in self.value.items()}
@@ -156,7 +156,7 @@ class _TreeBuilder:
                 root, seen = self.node(event, ()), True
         return replace(root, value=None) if root.value is _REFUSED else root
 
-    def node(self, event: Any, path: KeyPath) -> Node:  # noqa: ANN401
+    def node(self, event: Any, path: KeyPath) -> Node:
         place = self.mark(event.start_mark)
         if isinstance(event, yaml.AliasEvent):
             return self.alias(str(event.anchor), place, path)
@@ -217,7 +217,7 @@ class _TreeBuilder:
             raise self.stop(place, path, message, "Write the values out instead of using aliases.")
         return replace(target.copy(), place=place)
 
-    def tagged(self, event: Any, value: Any, place: Place, path: KeyPath) -> Any:  # noqa: ANN401
+    def tagged(self, event: Any, value: Any, place: Place, path: KeyPath) -> Any:
         """The value, once its explicit tag (if any) is one of YAML's own and fits."""
         if event.tag is None or value is _REFUSED:
             return value
@@ -245,7 +245,7 @@ class _TreeBuilder:
         self.refuse(place, path, message, remedy)
         return ConfigProblems(self.problems)
 
-    def mark(self, mark: Any) -> Place:  # noqa: ANN401
+    def mark(self, mark: Any) -> Place:
         return self.place(mark.line + 1, mark.column + 1)
 
     def place(self, line: int, column: int) -> Place:

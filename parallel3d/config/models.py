@@ -79,7 +79,7 @@ class CustomModel(Section):
     """`cross_entropy`, `mse`, or `"package.module:function"` of (output, target)."""
 
 
-def _kind_of_model(value: Any) -> str:  # noqa: ANN401
+def _kind_of_model(value: Any) -> str:
     factory = value.get("factory", "gpt") if isinstance(value, dict) else getattr(value, "factory", "gpt")
     return "gpt" if factory == "gpt" else "custom"
 
@@ -134,7 +134,7 @@ class Pipeline(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _imply_virtual_stages(cls, values: Any) -> Any:  # noqa: ANN401
+    def _imply_virtual_stages(cls, values: Any) -> Any:
         if not isinstance(values, dict) or "virtual_stages" in values:
             return values
         schedule = values.get("schedule")

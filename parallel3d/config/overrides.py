@@ -58,7 +58,7 @@ def _layer(settings: Iterable[tuple[Place, list[str], Any]]) -> tuple[Node, list
     return tree, problems
 
 
-def _node(value: Any, place: Place, path: str) -> tuple[Node | None, list[Problem]]:  # noqa: ANN401
+def _node(value: Any, place: Place, path: str) -> tuple[Node | None, list[Problem]]:
     if not isinstance(value, str):
         return _from_python(value, place, path)
     if any("\ud800" <= character <= "\udfff" for character in value):
@@ -76,7 +76,7 @@ def _inside(path: str, rest: str) -> str:
     return f"{path}{'.' if rest and not rest.startswith('[') else ''}{rest}"
 
 
-def _from_python(value: Any, place: Place, path: str) -> tuple[Node | None, list[Problem]]:  # noqa: ANN401
+def _from_python(value: Any, place: Place, path: str) -> tuple[Node | None, list[Problem]]:
     """Plain Python values, as `overrides=` may hold them."""
     if value is None or isinstance(value, (str, bool, int, float)):
         return Node(value, place), []

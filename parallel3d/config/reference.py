@@ -77,7 +77,7 @@ def markdown() -> str:
     return "\n".join((_INTRODUCTION, model, *sections, aliases))
 
 
-def _section(path: str, section: Any) -> str:  # noqa: ANN401
+def _section(path: str, section: Any) -> str:
     assert issubclass(section, BaseModel)
     title = f"## `{path}`\n\n{section.__doc__}\n"
     rows = [
@@ -87,7 +87,7 @@ def _section(path: str, section: Any) -> str:  # noqa: ANN401
     return "\n".join((title, "| key | default | meaning |", "|---|---|---|", *rows)) + "\n" if rows else title
 
 
-def _default(value: Any) -> str:  # noqa: ANN401
+def _default(value: Any) -> str:
     return "see below" if isinstance(value, BaseModel) else f"`{value if isinstance(value, str) else show(value)}`"
 
 

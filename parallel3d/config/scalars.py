@@ -42,7 +42,7 @@ def resolve_scalar(text: str) -> Scalar:
 class _Dumper(yaml.SafeDumper):
     """Quotes every text that either YAML version would read as something else."""
 
-    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> Any:  # noqa: ANN401
+    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> Any:
         theirs = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
         if kind is not yaml.ScalarNode or not implicit[0]:
             return theirs
@@ -52,7 +52,7 @@ class _Dumper(yaml.SafeDumper):
         name = {type(None): "null", bool: "bool", int: "int", float: "float"}[type(ours)]
         return f"tag:yaml.org,2002:{name}"
 
-    def ignore_aliases(self, data: Any) -> bool:  # noqa: ANN401
+    def ignore_aliases(self, data: Any) -> bool:
         """No anchors: a list that happens to appear twice is written twice."""
         return True
 
@@ -68,6 +68,6 @@ def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _represent_text)
 
 
-def dump(values: Any) -> str:  # noqa: ANN401
+def dump(values: Any) -> str:
     """YAML text that ``config.file`` reads back to equal values."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None)

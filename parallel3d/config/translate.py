@@ -84,11 +84,11 @@ def _wording(details: ErrorDetails, path: KeyPath, custom: bool) -> tuple[str, s
     return "is not accepted here.", _example(path, custom)
 
 
-def _limit_remedy(kind: str, bound: Any, path: KeyPath, custom: bool) -> str:  # noqa: ANN401
+def _limit_remedy(kind: str, bound: Any, path: KeyPath, custom: bool) -> str:
     return f"Set it to {bound}." if kind.endswith("equal") else _example(path, custom)
 
 
-def _type_remedy(kind: str, value: Any, path: KeyPath, custom: bool) -> str:  # noqa: ANN401
+def _type_remedy(kind: str, value: Any, path: KeyPath, custom: bool) -> str:
     if kind == "string_type" and isinstance(value, (int, float)):
         return f'Put it in quotes: "{show(value)}".'
     number = resolve_scalar(value) if isinstance(value, str) else value
