@@ -151,12 +151,15 @@ async def a_call_that_is_never_awaited_still_reaches_the_peers():
 @scenario
 async def nobody_passes_a_barrier_before_all_have_come():
     async with flat_mesh() as mesh:
-        early = mesh.world.barrier()
         if mesh.rank == 3:
-            await mesh.world.send(torch.ones(1), 0)
-        if mesh.rank == 0:
-            await mesh.world.recv(torch.ones(1), 3)
-        await early
+            for peer in range(3):  # each has looked at its barrier before this rank comes to it
+                await mesh.dp.recv(torch.ones(1), peer)
+            await mesh.world.barrier()
+        else:
+            early = mesh.world.barrier()
+            assert not early.done()
+            await mesh.dp.send(torch.ones(1), 3)
+            await early
 
 
 @scenario
@@ -457,27 +460,6 @@ async def meshes_entered_at_the_same_time_are_not_mixed_up():
     await asyncio.gather(*(mesh.world.all_reduce(t) for mesh, t in zip(meshes, tensors, strict=True)))
     assert [t.item() for t in tensors] == [4, 40, 400]
     await asyncio.gather(*(mesh.__aexit__(None, None, None) for mesh in meshes))
-
-
-@scenario
-async def calls_in_a_row_let_other_tasks_run():
-    async with flat_mesh() as mesh:
-        turns = 0
-
-        async def count_turns():
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
-
-        counting = asyncio.create_task(count_turns())
-        tensor = torch.ones(1)
-        start = asyncio.get_running_loop().time()
-        for _ in range(300):
-            await mesh.world.all_reduce(tensor, op="max")
-        lasted = asyncio.get_running_loop().time() - start
-        counting.cancel()
-        assert turns >= lasted / 0.1, (turns, lasted)
 
 
 @scenario
