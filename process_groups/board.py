@@ -18,49 +18,70 @@ import secrets
 import select
 import struct
 import time
+import zlib
 from collections.abc import Sequence
+from functools import lru_cache
 
 from runtime.errors import CommunicationError
 
 _NONCE = 16
 _HEADER = _NONCE + 8  # the nonce and the heartbeat
-_SLOT = 256
-_TEXT = _SLOT - 10
+_RING_HEAD = 2  # words: how many calls were issued, how many have finished
+_TEXT = 256  # bytes of a text with its head
+_LONGEST = 240  # characters of a text; they are ASCII
+_MASK = (1 << 32) - 1
 _NOTE = 4096
 _COLLECTIVE_SLOTS = 256  # a rank may run this far ahead of its peers and still be checked
 _PEER_SLOTS = 256
 _NUMBER = struct.Struct("<Q")
-_SLOT_HEAD = struct.Struct("<QH")
+_TEXT_HEAD = struct.Struct("<II")
 _NOTE_HEAD = struct.Struct("<II")
 _OPEN, _BROKEN, _LEFT = 0, 1, 2
 
 
 class Ring:
-    """The latest calls on one channel, numbered from 1."""
+    """The latest calls on one channel, numbered from 1: a word a call, and the texts that the words stand for.
+
+    A word is the call's number and a hash of its text, written in one store. Most calls repeat an earlier text, so
+    a text is written only when it is new, or so old that a peer which is `num_slots` calls behind could miss it.
+    """
 
     def __init__(self, memory: memoryview, num_slots: int) -> None:
-        self._memory, self._num_slots = memory, num_slots
-        self._num_finished = 0
+        self._num_slots, self._num_texts = num_slots, 2 * num_slots
+        end = 8 * (_RING_HEAD + num_slots)
+        self._words, self._texts = memory[:end].cast("Q"), memory[end : end + self._num_texts * _TEXT]
+        self._num_finished = self._num_written = 0
+        self._written: dict[str, int] = {}
 
     @staticmethod
     def size(num_slots: int) -> int:
-        return 16 + num_slots * _SLOT
+        return 8 * (_RING_HEAD + num_slots) + 2 * num_slots * _TEXT
 
     @property
     def issued(self) -> int:
-        return int(_NUMBER.unpack_from(self._memory, 0)[0])
+        return self._words[0]
 
     @property
     def finished(self) -> int:
-        return int(_NUMBER.unpack_from(self._memory, 8)[0])
+        return self._words[1]
 
     def post(self, number: int, text: str) -> None:
         """Write down the next call."""
-        at, data = 16 + number % self._num_slots * _SLOT, text[:_TEXT].encode()
-        _NUMBER.pack_into(self._memory, at, 0)  # nobody shall read the old number with the new text
-        self._memory[at + 10 : at + 10 + len(data)] = data
-        _SLOT_HEAD.pack_into(self._memory, at, number, len(data))
-        _NUMBER.pack_into(self._memory, 0, number)
+        if self._num_written - self._written.get(text, -self._num_texts) >= self._num_slots:
+            self._write(text)
+        self._words[_RING_HEAD + number % self._num_slots] = _word(number, text)
+        self._words[0] = number
+
+    def _write(self, text: str) -> None:
+        data = text[:_LONGEST].encode()
+        at = self._num_written % self._num_texts * _TEXT
+        _TEXT_HEAD.pack_into(self._texts, at, 0, 0)  # nobody shall take the new text for the old one
+        self._texts[at + _TEXT_HEAD.size : at + _TEXT_HEAD.size + len(data)] = data
+        _TEXT_HEAD.pack_into(self._texts, at, _hash(text), len(data))
+        self._written[text] = self._num_written
+        self._num_written += 1
+        if len(self._written) > 2 * self._num_texts:
+            self._written = {t: n for t, n in self._written.items() if self._num_written - n < self._num_slots}
 
     @property
     def room_until(self) -> int:
@@ -69,23 +90,39 @@ class Ring:
 
     def finish(self) -> None:
         self._num_finished += 1
-        _NUMBER.pack_into(self._memory, 8, self._num_finished)
+        self._words[1] = self._num_finished
 
     def read(self, number: int) -> str | None:
         """What was called as `number`; None when not yet, or when the ring has gone on."""
-        at = 16 + number % self._num_slots * _SLOT
-        found, length = _SLOT_HEAD.unpack_from(self._memory, at)
-        return bytes(self._memory[at + 10 : at + 10 + length]).decode() if found == number else None
+        word = self._words[_RING_HEAD + number % self._num_slots]
+        if word >> 32 != number & _MASK or number == 0:
+            return None
+        for at in range(0, len(self._texts), _TEXT):
+            known, length = _TEXT_HEAD.unpack_from(self._texts, at)
+            if known == word & _MASK and length:
+                start = at + _TEXT_HEAD.size
+                return bytes(self._texts[start : start + length]).decode()
+        return None
 
     def differs(self, number: int, text: str) -> str | None:
         """The other text that stands there as `number`, if one does."""
-        at, mine = 16 + number % self._num_slots * _SLOT, text[:_TEXT]
-        found, length = _SLOT_HEAD.unpack_from(self._memory, at)
-        if found != number or self._memory[at + 10 : at + 10 + length] == mine.encode():
+        word = self._words[_RING_HEAD + number % self._num_slots]
+        if word == _word(number, text) or word >> 32 != number & _MASK:
             return None
-        time.sleep(0.001)  # a CPU with weaker ordering than x86 may show the number before the text
-        other = self.read(number)
-        return None if other == mine else other
+        for _ in range(20):  # a CPU with weaker ordering than x86 may show the word before the text
+            if (other := self.read(number)) is not None:
+                return other
+            time.sleep(0.001)
+        return "something else"
+
+
+@lru_cache(maxsize=4096)
+def _hash(text: str) -> int:
+    return zlib.crc32(text[:_LONGEST].encode())
+
+
+def _word(number: int, text: str) -> int:
+    return (number & _MASK) << 32 | _hash(text)
 
 
 class Page:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from process_groups.arena import Arena
 from process_groups.backends import BACKENDS
 from process_groups.board import Pulse, Segment
 from process_groups.group import Group
@@ -67,6 +68,7 @@ class Formation:
     _own: Segment | None = None
     _segments: tuple[Segment, ...] = ()
     _pulses: tuple[Pulse, ...] = ()
+    _arena: Arena | None = None
 
     def beat(self) -> None:
         """Show the peers that this rank's event loop moves."""
@@ -92,6 +94,8 @@ class Formation:
             segment.close()
         for pulse in self._pulses:
             pulse.close()
+        if self._arena is not None:
+            self._arena.close()
 
 
 def ranks_of(topology: Topology, name: str, rank: int) -> tuple[int, ...]:

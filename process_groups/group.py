@@ -22,6 +22,9 @@ REDUCIBLE = (
     torch.uint8,
 )
 STRATEGIES = ("default",)
+Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor | None]
+"""Makes a registered buffer; None where there is too little memory for it."""
+
 _TURN = 0.005  # seconds
 
 
@@ -43,10 +46,11 @@ class Group:
         coords_of: Callable[[int], Coords],
         timeout: float,
         device: torch.device,
+        allocate: Allocate | None = None,
     ) -> None:
         self.name, self.ranks, self.rank, self.size = name, tuple(ranks), rank, len(ranks)
         self.device, self.timeout = device, timeout
-        self._transport = transport
+        self._transport, self._allocate = transport, allocate
         self._coords_of = coords_of
         self._under_way: set[Work] = set()
         self._loop_had_its_turn = 0.0
@@ -64,9 +68,13 @@ class Group:
     # Calls.
 
     def empty(self, *shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A new tensor where this group's transport moves bytes best. Local; never waits."""
-        size = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        return torch.empty(size, dtype=dtype, device=self.device)  # type: ignore[arg-type]
+        """A new tensor where this mesh's transports move bytes best, uninitialised. Local; never waits.
+
+        On a CPU it is registered: peers on this host read and write it in place. It works in every group of the mesh.
+        """
+        size: Sequence[int] = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape  # type: ignore[assignment]
+        tensor = self._allocate(size, dtype) if self._allocate is not None else None
+        return torch.empty(size, dtype=dtype, device=self.device) if tensor is None else tensor
 
     def all_reduce(
         self, tensor: torch.Tensor, op: str = "sum", strategy: str = "default", timeout: float | None = None

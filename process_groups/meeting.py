@@ -15,15 +15,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from process_groups.arena import Arena, ArenaUnavailable, Mapping, open_peer
 from process_groups.backends import choose_backend, device_of, explain_store_error, open_backend, open_store
 from process_groups.board import Pulse, Segment
 from process_groups.connections import loopback_address
 from process_groups.formation import GROUP_NAMES, Formation, MeshPlan, ranks_of
 from process_groups.group import Group
 from process_groups.ledger import Member
+from process_groups.shared_layout import lay_out
+from process_groups.shared_memory import SharedMemoryTransport
+from process_groups.sharing import warn_if_not_shared
 from process_groups.topology import Topology
 from process_groups.torch_transport import TorchTransport, translate
-from process_groups.transport import Place
+from process_groups.transport import Place, Transport
 from runtime.environment import InheritedFile, RankEnvironment
 from runtime.errors import CommunicationError, DeadlineExceeded, Mismatch, PeerLost
 
@@ -37,14 +41,19 @@ class Meeting:
         self._rank, self._size = environment.rank, environment.world_size
         self._group_sizes = (self._size, plan.dp, plan.tp, plan.pp)
         self._is_launched = isinstance(environment.meeting_place, InheritedFile) and environment.host is None
+        self._layouts = lay_out(self._group_sizes)
         self._segments: list[Segment | None] = []
         self._pulses: list[Pulse | None] = []
+        self._arena: Arena | None = None
+        self._arenas: list[Mapping | None] = []
+        self._shares: list[list[bool]] = []
+        """For each rank, whose arenas it has mapped."""
 
     def form(self) -> Formation:
         try:
             return self._form()
         except BaseException as error:
-            for thing in (*self._segments, *self._pulses):
+            for thing in (*self._segments, *self._pulses, self._arena):
                 if thing is not None:
                     thing.close()
             if isinstance(error, dist.DistNetworkError):
@@ -58,11 +67,14 @@ class Meeting:
         store.set_timeout(timedelta(seconds=self._plan.startup_timeout))
         own = Segment.create(self._group_sizes)
         self._segments = [own if rank == self._rank else None for rank in range(self._size)]
-        greetings = self._meet(store, own)
+        problem = self._make_arena()
+        greetings = self._meet(store, own, problem)
         self._check_agreement(greetings)
         self._nonce = greetings[0]["segment"]
         topology = self._plan.topology(min(greeting["local_world_size"] for greeting in greetings))
         self._map_peers(store, greetings)
+        if self._wants_shared_memory:
+            warn_if_not_shared(self._rank, greetings, self._shares)
         places = [Place(rank, topology.coords(rank)) for rank in range(self._size)]
         hosts = tuple(greeting["host"] for greeting in greetings)
         groups = {
@@ -71,12 +83,28 @@ class Meeting:
         # A rank that fails right after the start must not break the groups that others still form.
         self._exchange(store, "formed", True)
         pulses = tuple(pulse for pulse in self._pulses if pulse is not None)
-        return Formation(self._rank, topology, hosts, groups, own, tuple(filter(None, self._segments)), pulses)
+        segments = tuple(filter(None, self._segments))
+        return Formation(self._rank, topology, hosts, groups, own, segments, pulses, self._arena)
 
     def _left(self) -> float:
         return max(0.001, self._deadline - time.monotonic())
 
-    def _meet(self, store: dist.Store, own: Segment) -> list[dict[str, Any]]:
+    @property
+    def _wants_shared_memory(self) -> bool:
+        """A backend that is asked for by name is used for everything."""
+        return self._plan.backend == "auto" and self._kind == "gloo" and self._size > 1
+
+    def _make_arena(self) -> str | None:
+        """Memory that peers may map; why not, where there is none."""
+        if not self._wants_shared_memory:
+            return None
+        try:
+            self._arena = Arena(self._layouts[-1].stop, self._size)
+        except ArenaUnavailable as unavailable:
+            return str(unavailable)
+        return None
+
+    def _meet(self, store: dist.Store, own: Segment, problem: str | None) -> list[dict[str, Any]]:
         """Everybody says who they are; returns when all have."""
         greeting = {
             "shape": [self._plan.dp, self._plan.tp, self._plan.pp],
@@ -84,6 +112,8 @@ class Meeting:
             "backend": self._plan.backend,
             "local_world_size": self._environment.local_world_size,
             "segment": own.address,
+            "arena": self._arena.address_for_peers if self._arena is not None else None,
+            "arena_problem": problem,
             "host": self._environment.host or socket.gethostname(),
             "host_is_given": self._environment.host is not None,
         }
@@ -105,25 +135,23 @@ class Meeting:
         """On one host means: either can map the other's segment. Namespaces share host names, containers may not
         share pids, and permission may go one way only."""
         mine = greetings[self._rank]
+        self._arenas = [self._arena if rank == self._rank else None for rank in range(self._size)]
         for rank, greeting in enumerate(greetings):
             apart = mine["host_is_given"] and greeting["host"] != mine["host"]
             if rank != self._rank and not apart:
                 self._segments[rank] = Segment.open(greeting["segment"], self._group_sizes)
-        mapped_by = self._mapped_by(store)
+                if self._arena is not None and greeting["arena"] is not None:
+                    self._arenas[rank] = open_peer(greeting["arena"])
+        mapped = {"segments": [s is not None for s in self._segments], "arenas": [a is not None for a in self._arenas]}
+        mapped_by = self._exchange(store, "mapped", mapped)
+        self._shares = [theirs["arenas"] for theirs in mapped_by]
         self._pulses = [None] * self._size
         for rank, segment in enumerate(self._segments):
-            if segment is not None and not mapped_by[rank][self._rank]:
+            if segment is not None and not mapped_by[rank]["segments"][self._rank]:
                 segment.close()
                 self._segments[rank] = None
             elif segment is not None and rank != self._rank:
                 self._pulses[rank] = self._feel_pulse(rank, segment)
-
-    def _mapped_by(self, store: dist.Store) -> list[list[bool]]:
-        """For each rank, whose segments it could map. The launcher's ranks are all alike and need not ask."""
-        mine = [segment is not None for segment in self._segments]
-        if self._is_launched:
-            return [mine] * self._size
-        return self._exchange(store, "mapped", mine)
 
     def _feel_pulse(self, rank: int, segment: Segment) -> Pulse:
         try:
@@ -156,15 +184,29 @@ class Meeting:
         ranks = ranks_of(topology, name, self._rank)
         me = ranks.index(self._rank)
         kind, device = self._kind, device_of(self._kind, self._environment.local_rank)
-        transport = None
+        transport: Transport | None = None
         if len(ranks) > 1:
             members = []
             for rank in ranks:
                 segment = self._segments[rank]
                 members.append(Member(places[rank], segment.pages[index] if segment else None, self._pulses[rank]))
-            group_store = dist.PrefixStore(f"{name}/{ranks[0]}", store)
-            transport = self._connect(kind, group_store, name, members, me, device)
-        return Group(name, ranks, me, transport, coords_of=topology.coords, timeout=self._plan.timeout, device=device)
+            if all(self._shares[one][other] and self._segments[one] for one in ranks for other in ranks):
+                arenas = [arena for rank in ranks if (arena := self._arenas[rank]) is not None]
+                num_here = sum(self._shares[self._rank])
+                transport = SharedMemoryTransport(name, members, arenas, me, self._layouts[index], num_here)
+            else:
+                group_store = dist.PrefixStore(f"{name}/{ranks[0]}", store)
+                transport = self._connect(kind, group_store, name, members, me, device)
+        return Group(
+            name,
+            ranks,
+            me,
+            transport,
+            coords_of=topology.coords,
+            timeout=self._plan.timeout,
+            device=device,
+            allocate=self._arena.empty if self._arena is not None else None,
+        )
 
     def _connect(
         self,

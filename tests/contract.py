@@ -5,6 +5,7 @@ the ranks were started.
 """
 
 import asyncio
+import os
 import threading
 
 import pytest
@@ -22,8 +23,12 @@ def scenario(function):
     return function
 
 
-def flat_mesh(**settings):
-    return parallel3d.mesh(dp=RANKS, **settings)
+def mesh_of(**sizes):
+    return parallel3d.mesh(**sizes, backend=os.environ.get("CONTRACT_BACKEND", "auto"))
+
+
+def flat_mesh():
+    return mesh_of(dp=RANKS)
 
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -164,7 +169,7 @@ async def nobody_passes_a_barrier_before_all_have_come():
 
 @scenario
 async def groups_of_a_mesh_are_independent():
-    async with parallel3d.mesh(dp=2, tp=2) as mesh:
+    async with mesh_of(dp=2, tp=2) as mesh:
         tensors = [torch.full((2,), float(mesh.rank)) for _ in range(4)]
         groups = (mesh.world, mesh.dp, mesh.tp, mesh.pp)
         order = list(zip(tensors, groups, strict=True))
@@ -188,7 +193,7 @@ async def a_group_of_one_costs_nothing():
 
 @scenario
 async def two_meshes_live_in_one_process():
-    async with flat_mesh() as first, parallel3d.mesh(dp=2, tp=2) as second:
+    async with flat_mesh() as first, mesh_of(dp=2, tp=2) as second:
         a, b = torch.ones(1), torch.ones(1)
         works = (first.world.all_reduce(a), second.tp.all_reduce(b))
         for work in works:

@@ -1,4 +1,4 @@
-"""The transport contract with four real ranks: on one host, and as if each had a host of its own."""
+"""The transport contract with four real ranks: in shared memory, over gloo, and as if each had its own host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ pytestmark = pytest.mark.slow
 Outcomes = list[dict[str, str | None]]
 RANK = str(Path(__file__).with_name("contract_rank.py"))
 TRANSPORTS = {
-    "one host": {},
+    "shared memory": {},
+    "gloo": {"CONTRACT_BACKEND": "gloo"},
     "hosts apart": {"APART": "1", "GLOO_SOCKET_IFNAME": "lo"},
 }
 

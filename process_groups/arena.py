@@ -1,0 +1,189 @@
+"""A rank's registered memory: one sparse memory file, mapped whole by its peers on the same host.
+
+A buffer is an offset in that file, so peers find it without being told anything else. Pages cost memory only once
+they are touched, and nothing is left behind when the process ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import resource
+import secrets
+import threading
+import weakref
+from bisect import insort
+from collections.abc import Sequence
+from contextlib import suppress
+from math import prod
+
+import torch
+
+NONCE = 16
+_PAGE = 4096
+_LINE = 64  # bytes of a cache line: buffers never share one
+_GIVE_BACK = 1 << 20  # a freed block from this size up returns its pages to the system
+_MOST_ADDRESSES = 16 << 40  # of the 128 TiB that a process has, for the arenas of all ranks together
+_PUNCH_HOLE, _KEEP_SIZE = 2, 1
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+class ArenaUnavailable(Exception):
+    """Memory can't be shared here; the text says why, with numbers, and what would help."""
+
+
+class Mapping:
+    """An arena as one process sees it: its own, or a peer's."""
+
+    def __init__(self, fd: int) -> None:
+        self._mapping = mmap.mmap(fd, 0)
+        with suppress(OSError):  # only a wish: huge pages for shared memory are off on most systems
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        self.memory = memoryview(self._mapping)
+        self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self.address = self.bytes.data_ptr()
+        self.size = len(self._mapping)
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A view of some elements; does not keep the block that it shows from being freed."""
+        return self.bytes[offset : offset + numel * dtype.itemsize].view(dtype)
+
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """Where a contiguous tensor lies; None when it is not in here."""
+        offset = tensor.data_ptr() - self.address
+        return offset if 0 <= offset < self.size else None
+
+
+def open_peer(address: str) -> Mapping | None:
+    """Map a peer's arena; None where that can't be done: another host, container or user."""
+    pid, number, nonce = address.split("/")
+    try:
+        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:  # the same pid and number may mean something else here: the nonce decides
+        return Mapping(fd) if os.pread(fd, NONCE, 0).hex() == nonce else None
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(fd)
+
+
+class Arena(Mapping):
+    """This rank's own memory. `reserved` bytes at its beginning are laid out by others; the rest is handed out."""
+
+    def __init__(self, reserved: int, num_ranks: int) -> None:
+        size = _virtual_size(num_ranks)
+        fd = os.memfd_create("parallel3d-arena", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, size)
+            nonce = secrets.token_bytes(NONCE)
+            os.pwrite(fd, nonce, 0)
+            super().__init__(fd)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise ArenaUnavailable(_explain(error, size)) from error
+        self.address_for_peers = f"{os.getpid()}/{fd}/{nonce.hex()}"
+        self._fd = fd
+        self._lock = threading.Lock()
+        self._free = [(_round_up(reserved, _PAGE), size)]
+        """Free ranges (start, stop) in order."""
+        self.num_bytes_used = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        """A new registered buffer; None when there is too little memory for it."""
+        num_bytes = prod(shape) * dtype.itemsize
+        if num_bytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        size = _round_up(num_bytes, _PAGE if num_bytes >= _PAGE else _LINE)
+        if size >= _GIVE_BACK and size > available_memory():
+            return None
+        start = self._allocate(size)
+        if start is None:
+            return None
+        block = self.memory[start : start + size]
+        tensor = torch.frombuffer(block, dtype=dtype, count=prod(shape)).view(tuple(shape))
+        # The tensor's storage holds the block, and every view holds the storage.
+        weakref.finalize(block, self._release, start, size).atexit = False
+        return tensor
+
+    def _allocate(self, size: int) -> int | None:
+        with self._lock:
+            for i, (start, stop) in enumerate(self._free):
+                if stop - start >= size:
+                    self._free[i : i + 1] = [(start + size, stop)] if stop - start > size else []
+                    self.num_bytes_used += size
+                    return start
+        return None
+
+    def _release(self, start: int, size: int) -> None:
+        if size >= _GIVE_BACK and self._fd >= 0:
+            _libc.fallocate(self._fd, _PUNCH_HOLE | _KEEP_SIZE, start, size)
+        with self._lock:
+            self.num_bytes_used -= size
+            insort(self._free, (start, start + size))
+            self._free = _joined(self._free)
+
+    def close(self) -> None:
+        """Peers that have not mapped it can't any more. The memory goes with the last buffer and mapping."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Neighbouring ranges as one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def _virtual_size(num_ranks: int) -> int:
+    """All memory of this host, as far as every rank can map every other's."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return _round_up(min(memory, _MOST_ADDRESSES // num_ranks), _PAGE)
+
+
+def available_memory() -> int:
+    """Bytes that can still be used here, as the system and this process's control group say."""
+    return min(_system_available(), *_group_available())
+
+
+def _system_available() -> int:
+    with open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _group_available() -> list[int]:
+    """What is left of the control group's limit: version 2, then version 1. Containers see their own at the root."""
+    found = [1 << 62]
+    folder = "/sys/fs/cgroup"
+    for limit, used in (
+        (f"{folder}/memory.max", f"{folder}/memory.current"),
+        (f"{folder}/memory/memory.limit_in_bytes", f"{folder}/memory/memory.usage_in_bytes"),
+    ):
+        with suppress(OSError, ValueError), open(limit) as most, open(used) as now:
+            found.append(max(0, int(most.read()) - int(now.read())))
+    return found
+
+
+def _explain(error: OSError | ValueError, size: int) -> str:
+    need = f"an arena of {size / (1 << 30):.1f} GiB of addresses"
+    for name, number in (("file size (ulimit -f)", resource.RLIMIT_FSIZE), ("addresses (ulimit -v)", resource.RLIMIT_AS)):
+        soft = resource.getrlimit(number)[0]
+        if soft != resource.RLIM_INFINITY:
+            return f"{need} can't be made: this process may have {soft / (1 << 30):.3g} GiB of {name}. Raise that limit."
+    return f"{need} can't be made: {error}."

@@ -1,0 +1,145 @@
+"""Calls that are carried out in order: by whoever waits for them, for a moment, or else by a thread.
+
+A call is a generator that does its part and yields what it has to wait for. That lets the event loop's thread begin
+a call, and a thread go on with it where the loop had to stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from process_groups.signals import Abandoned, Counter
+from process_groups.transport import Call, Completion
+from runtime.errors import CommunicationError
+from runtime.threads import DaemonThreads
+
+Wait = tuple[Counter, int]
+"""A counter and the value it has to reach."""
+
+Steps = Iterator[Wait]
+
+
+class Lane:
+    """One channel's calls, in the order they were made."""
+
+    def __init__(
+        self, name: str, patience: int, is_abandoned: Callable[[], bool], explain: Callable[[Call], CommunicationError]
+    ) -> None:
+        self.patience, self.is_abandoned, self.explain = patience, is_abandoned, explain
+        self._tasks: deque[Task] = deque()
+        self._driving = threading.Lock()
+        self.ending = threading.Lock()
+        self._thread = DaemonThreads(name, limit=1)
+        self._thread_is_called = self._kick_is_due = False
+
+    def add(self, call: Call, steps: Steps, is_short: bool) -> Task:
+        """Queue a call. A short one that is next goes ahead at once, as far as it can without waiting."""
+        task = Task(self, call, steps)
+        self._tasks.append(task)
+        if not is_short:
+            self.call_thread()
+        elif not self.go_on(0.0) and not self._kick_is_due:
+            # If nobody awaits the call before the loop turns to other things, the thread shall have it.
+            self._kick_is_due = True
+            asyncio.get_running_loop().call_soon(self._kick)
+        return task
+
+    def _kick(self) -> None:
+        self._kick_is_due = False
+        if self._tasks:
+            self.call_thread()
+
+    def go_on(self, end: float) -> bool:
+        """Carry calls out until `end`; False when some are left, or when the thread is at it."""
+        if not self._driving.acquire(blocking=False):
+            return False
+        try:
+            return self._drive(end)
+        finally:
+            self._driving.release()
+
+    def _drive(self, end: float) -> bool:
+        while self._tasks:
+            if not self._tasks[0].go_on(end):
+                return False
+            self._tasks.popleft()
+        return True
+
+    def call_thread(self) -> None:
+        if not self._thread_is_called:
+            self._thread_is_called = True
+            self._thread.submit(self._drive_in_thread)
+
+    def _drive_in_thread(self) -> None:
+        self._thread_is_called = False  # before looking: what comes later calls again
+        with self._driving:
+            self._drive(math.inf)
+
+    def unfinished(self) -> list[Task]:
+        return list(self._tasks)
+
+    def stop(self) -> None:
+        """Let the thread end after what it has."""
+        self._thread.stop()
+
+
+class Task:
+    """One call on its lane, and its Completion."""
+
+    __slots__ = ("_callbacks", "_error", "_lane", "_steps", "_waits_for", "call", "ended")
+
+    def __init__(self, lane: Lane, call: Call, steps: Steps) -> None:
+        self._lane, self.call, self._steps = lane, call, steps
+        self._waits_for: Wait | None = None
+        self.ended = False
+        self._error: CommunicationError | None = None
+        self._callbacks: list[Callable[[Completion], None]] = []
+
+    def go_on(self, end: float) -> bool:
+        """Whether it has ended."""
+        lane, steps = self._lane, self._steps
+        try:
+            while True:
+                if self._waits_for is not None:
+                    counter, target = self._waits_for
+                    if not counter.reaches(target, end, lane.patience, lane.is_abandoned):
+                        return False
+                self._waits_for = next(steps)
+        except StopIteration:
+            self._end(None)
+        except Abandoned:
+            self._end(lane.explain(self.call))
+        except CommunicationError as error:
+            self._end(error)
+        except Exception as error:  # a failing tensor operation shall end the call, not the thread
+            self._end(CommunicationError(f"{type(error).__name__}: {error}"))
+        return True
+
+    def _end(self, error: CommunicationError | None) -> None:
+        self._steps = iter(())  # with it go the tensors that it holds
+        with self._lane.ending:
+            self._error, self.ended = error, True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
+
+    def ended_well(self, seconds: float) -> bool:
+        if not self.ended:
+            self._lane.go_on(time.monotonic() + seconds if seconds else 0.0)
+        return self.ended and self._error is None
+
+    def exception(self) -> CommunicationError | None:
+        return self._error
+
+    def add_done_callback(self, callback: Callable[[Completion], None], /) -> None:
+        with self._lane.ending:
+            if not self.ended:
+                self._callbacks.append(callback)
+                self._lane.call_thread()
+                return
+        callback(self)

@@ -1,0 +1,200 @@
+"""Collectives through shared memory: what one rank does, as steps that yield where it has to wait for its peers.
+
+Small calls go through the staging slots in one round: each rank puts its values into its slot, all arrive, and each
+takes what it needs from the others' slots. Larger ones read and write registered buffers in place if every rank's
+tensor is one, or else pass through the slots a chunk at a time. A slot is used again three rounds later, when every
+rank has arrived at a round after the one in which it was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from process_groups.exchange import Exchange
+from process_groups.lane import Steps
+from process_groups.reduction import part, pieces
+from process_groups.shared_layout import CHUNK
+from process_groups.transport import Call
+
+FLAT = 64 << 10  # bytes: up to here one round and n additions on every rank cost less than two rounds
+_MOST_REMEMBERED = 32  # pieces of a call whose views are kept
+
+
+def steps_of(exchange: Exchange, call: Call) -> Steps:
+    """This rank's part in a collective."""
+    match call.kind:
+        case "barrier":
+            return _barrier(exchange)
+        case "all_reduce":
+            assert call.target is not None
+            if call.target.nbytes <= FLAT:
+                return _all_reduce_flat(exchange, call)
+            return _all_reduce(exchange, call)
+        case _:
+            return _exposing(exchange, call)
+
+
+def _barrier(exchange: Exchange) -> Steps:
+    yield from exchange.everybody(exchange.arrive())
+
+
+def _all_reduce_flat(exchange: Exchange, call: Call) -> Steps:
+    """Every rank adds up all ranks' values, in the same order."""
+    target, op = call.target, call.op
+    assert target is not None
+    assert op is not None
+    target = target.view(-1)
+    slots = exchange.slots(exchange.next_round, target.numel(), target.dtype)
+    slots[exchange.me].copy_(target)
+    yield from exchange.everybody(exchange.arrive())
+    exchange.reduce(target, slots, op)
+
+
+def _all_reduce(exchange: Exchange, call: Call) -> Steps:
+    target = call.target
+    assert target is not None
+    round_number = exchange.offer(target)
+    yield from exchange.everybody(round_number)
+    offsets = exchange.offers(round_number)
+    if offsets is None:
+        yield from _all_reduce_staged(exchange, call)
+        return
+    _reduce_in_place(exchange, call, offsets)
+    yield from exchange.everybody(exchange.arrive())
+
+
+def _reduce_in_place(exchange: Exchange, call: Call, offsets: Sequence[int]) -> None:
+    """Reduce this rank's slice straight from all ranks' buffers, and write it to all of them."""
+    assert call.target is not None
+    assert call.op is not None
+    me, numel, dtype = exchange.me, call.target.numel(), call.target.dtype
+
+    def views_of_pieces() -> Iterator[list[torch.Tensor]]:
+        for a, b in pieces(*part(numel, me, exchange.size), dtype.itemsize):
+            yield [
+                arena.tensor(offset + a * dtype.itemsize, b - a, dtype)
+                for arena, offset in zip(exchange.arenas, offsets, strict=True)
+            ]
+
+    views: Iterator[list[torch.Tensor]] | list[list[torch.Tensor]] = views_of_pieces()
+    if call.target.nbytes // exchange.size <= _MOST_REMEMBERED * (512 << 10):
+        views = exchange.remembered((numel, dtype, *offsets), lambda: list(views_of_pieces()))
+    for inputs in views:
+        own = inputs[me]
+        exchange.reduce(own, inputs, call.op)
+        for peer, theirs in enumerate(inputs):
+            if peer != me:
+                theirs.copy_(own)
+        exchange.check()
+
+
+def _all_reduce_staged(exchange: Exchange, call: Call) -> Steps:
+    """A chunk a round: while a chunk is read out, the next is reduced and the one after that is put in.
+
+    round   0      1        2        3
+    put in  c0     c1       c2
+    reduce         c0       c1       c2     this rank's part, into its own slot
+    read                    c0       c1 …   from each rank's slot its part
+    """
+    target, op = call.target, call.op
+    assert target is not None
+    assert op is not None
+    target, me = target.view(-1), exchange.me
+    step = CHUNK // target.element_size()
+    chunks = [target[a : a + step] for a in range(0, target.numel(), step)]
+    reduced: tuple[int, torch.Tensor] | None = None
+    for chunk in [*chunks, None]:
+        first = exchange.next_round
+        if chunk is not None:
+            exchange.slots(first, chunk.numel(), chunk.dtype)[me].copy_(chunk)
+        yield from exchange.everybody(exchange.arrive())
+        if reduced is not None:
+            _read_parts(exchange, *reduced)
+        if chunk is not None:
+            slots = exchange.slots(first, chunk.numel(), chunk.dtype)
+            _reduce_part(exchange, slots, op)
+            reduced = first, chunk
+
+
+def _reduce_part(exchange: Exchange, slots: Sequence[torch.Tensor], op: str) -> None:
+    me = exchange.me
+    for a, b in pieces(*part(slots[me].numel(), me, exchange.size), slots[me].element_size()):
+        exchange.reduce(slots[me][a:b], [slot[a:b] for slot in slots], op)
+
+
+def _read_parts(exchange: Exchange, round_number: int, chunk: torch.Tensor) -> None:
+    slots = exchange.slots(round_number, chunk.numel(), chunk.dtype)
+    for peer, slot in enumerate(slots):
+        a, b = part(chunk.numel(), peer, exchange.size)
+        chunk[a:b].copy_(slot[a:b])
+
+
+# The other collectives: each rank shows its source, and takes what it needs from the others'.
+
+Take = Callable[[Sequence[torch.Tensor], int, int], None]
+"""Given all ranks' sources as (rows, columns a to b), do this rank's part for these columns."""
+
+
+def _exposing(exchange: Exchange, call: Call) -> Steps:
+    source, take = _roles(exchange, call)
+    if source.nbytes > FLAT:
+        round_number = exchange.offer(call.source)
+        yield from exchange.everybody(round_number)
+        shown = range(exchange.size) if call.peer is None else (call.peer,)
+        offsets = [exchange.offer_of(rank, round_number) for rank in shown]
+        if None not in offsets:
+            take(_in_place(exchange, source, dict(zip(shown, offsets, strict=True))), 0, source.shape[1])
+            yield from exchange.everybody(exchange.arrive())
+            return
+    rows, columns = source.shape
+    step = max(1, CHUNK // (rows * source.element_size()))
+    for a in range(0, columns, step):
+        b = min(columns, a + step)
+        slots = exchange.slots(exchange.next_round, rows * (b - a), source.dtype)
+        if call.peer is None or call.peer == exchange.me:
+            slots[exchange.me].view(rows, -1).copy_(source[:, a:b])
+        yield from exchange.everybody(exchange.arrive())
+        take([slot.view(rows, -1) for slot in slots], a, b)
+
+
+def _in_place(exchange: Exchange, like: torch.Tensor, offsets: dict[int, int | None]) -> list[torch.Tensor]:
+    """Every rank's registered source; this rank's own stands for those that nobody reads."""
+    found = []
+    for rank, arena in enumerate(exchange.arenas):
+        offset = offsets.get(rank)
+        if offset is None:
+            found.append(like)
+        else:
+            found.append(arena.tensor(offset, like.numel(), like.dtype).view(like.shape))
+    return found
+
+
+def _roles(exchange: Exchange, call: Call) -> tuple[torch.Tensor, Take]:
+    source, target, me, size, op = call.source, call.target, exchange.me, exchange.size, call.op
+    assert source is not None
+    assert target is not None
+    flat = target.view(-1)
+
+    def gather(sources: Sequence[torch.Tensor], a: int, b: int) -> None:
+        for rank, theirs in enumerate(sources):
+            flat.view(size, -1)[rank, a:b].copy_(theirs[0])
+
+    def copy_root(sources: Sequence[torch.Tensor], a: int, b: int) -> None:
+        assert call.peer is not None
+        if call.peer != me:
+            flat[a:b].copy_(sources[call.peer][0])
+
+    def reduce(sources: Sequence[torch.Tensor], a: int, b: int) -> None:
+        assert op is not None
+        for c, d in pieces(0, b - a, flat.element_size()):
+            exchange.reduce(flat[a + c : a + d], [theirs[me, c:d] for theirs in sources], op)
+
+    def pick(sources: Sequence[torch.Tensor], a: int, b: int) -> None:
+        for rank, theirs in enumerate(sources):
+            flat.view(size, -1)[rank, a:b].copy_(theirs[me])
+
+    takes = {"all_gather": gather, "broadcast": copy_root, "reduce_scatter": reduce, "all_to_all": pick}
+    rows = 1 if call.kind in ("all_gather", "broadcast") else size
+    return source.view(rows, -1), takes[call.kind]

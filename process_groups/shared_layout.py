@@ -1,0 +1,80 @@
+"""What lies where at the beginning of every arena: counters, offers, staging slots and packets of each group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_LINE = 64  # bytes: what two ranks write never shares a cache line
+_PAGE = 4096
+NUM_SLOTS = 3  # of the staging area: one is filled, one is reduced, one is read out
+CHUNK = 1 << 20  # bytes of a staging slot
+NUM_PACKETS = 4  # under way from one rank to another
+PACKET = 128 << 10  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """One group's part, as offsets in the arena of each of its ranks."""
+
+    start: int
+    size: int
+    """Ranks of the group."""
+
+    @property
+    def progress(self) -> int:
+        """Rounds that the owner has arrived at."""
+        return self.start
+
+    @property
+    def abort(self) -> int:
+        """Not 0 when the owner has given the group up."""
+        return self.start + _LINE
+
+    def offer(self, round_number: int) -> int:
+        """Where the owner's registered buffer of that round lies, plus 1; 0 when it has none."""
+        return self.start + (2 + round_number % 2) * _LINE
+
+    def announced(self, peer: int) -> int:
+        """Ranges of a strategy's program that the owner has made ready for a peer."""
+        return self._of_peer(0, peer)
+
+    def sent(self, peer: int) -> int:
+        """Packets that the owner has made ready for a peer."""
+        return self._of_peer(1, peer)
+
+    def consumed(self, peer: int) -> int:
+        """Packets from a peer that the owner has read."""
+        return self._of_peer(2, peer)
+
+    def header(self, peer: int, packet: int) -> int:
+        """Of a packet to a peer: its bytes, and the offset of a registered buffer plus 1 where it stands for one."""
+        return self._of_peer(3, peer) + packet % NUM_PACKETS * 16
+
+    def _of_peer(self, kind: int, peer: int) -> int:
+        return self.start + (4 + kind * self.size + peer) * _LINE
+
+    def slot(self, round_number: int) -> int:
+        """The staging slot of a round."""
+        return self.start + self._control_size(self.size) + round_number % NUM_SLOTS * CHUNK
+
+    def packet(self, peer: int, packet: int) -> int:
+        first = self.start + self._control_size(self.size) + NUM_SLOTS * CHUNK
+        return first + (peer * NUM_PACKETS + packet % NUM_PACKETS) * PACKET
+
+    @property
+    def stop(self) -> int:
+        return self.packet(self.size, 0)
+
+    @staticmethod
+    def _control_size(size: int) -> int:
+        return -(-(4 + 4 * size) * _LINE // _PAGE) * _PAGE
+
+
+def lay_out(group_sizes: Sequence[int]) -> list[GroupLayout]:
+    """Each group's part; the first page holds the arena's nonce."""
+    layouts, start = [], _PAGE
+    for size in group_sizes:
+        layouts.append(GroupLayout(start, size))
+        start = layouts[-1].stop
+    return layouts

@@ -1,0 +1,87 @@
+"""Counters in shared memory, and how ranks wait for them: a moment awake, then asleep on a futex.
+
+A counter has one writer, which stores the new value and wakes whoever sleeps on it; nobody is elected to wake the
+others, so no wake-up is lost. A sleeper looks again now and then all the same, for a dead writer wakes nobody.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import time
+from collections.abc import Callable
+
+from process_groups.arena import Mapping
+
+_MASK = (1 << 32) - 1
+_WAIT, _WAKE, _EVERYBODY = 0, 1, (1 << 31) - 1
+_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98}
+_MACHINE = platform.machine()
+_FUTEX = _NUMBERS.get(_MACHINE)
+_LONGEST_SLEEP = 0.05  # seconds, then whether the group was given up
+# Turns given to others before sleeping: about as long as being woken takes, 50 µs; less where ranks share cores and
+# a peer needs this one to run. Only x86 shows other cores' stores in order without a system call.
+_PATIENCE_ALONE, _PATIENCE_CROWDED = (100, 20) if _MACHINE == "x86_64" else (0, 0)
+CAN_WAIT = _FUTEX is not None
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_syscall = ctypes.CDLL(None, use_errno=True).syscall
+_longest_sleep = _Timespec(0, int(_LONGEST_SLEEP * 1e9))
+
+
+class Abandoned(Exception):
+    """The group was given up while a call waited."""
+
+
+class Counter:
+    """One 64-bit word of an arena."""
+
+    __slots__ = ("_address", "_index", "_words")
+
+    def __init__(self, mapping: Mapping, offset: int) -> None:
+        self._words, self._index = mapping.memory[offset : offset + 8].cast("Q"), 0
+        self._address = ctypes.c_void_p(mapping.address + offset)  # little-endian: its low half is the futex
+
+    @property
+    def value(self) -> int:
+        return self._words[0]
+
+    def store(self, value: int) -> None:
+        """For its one writer."""
+        self._words[0] = value
+        _syscall(_FUTEX, self._address, _WAKE, _EVERYBODY, None, None, 0)
+
+    def wake(self) -> None:
+        """Have those who sleep on it look around."""
+        _syscall(_FUTEX, self._address, _WAKE, _EVERYBODY, None, None, 0)
+
+    def reaches(self, target: int, end: float, patience: int, is_abandoned: Callable[[], bool]) -> bool:
+        """Whether it is at `target` or beyond by the moment `end` (of time.monotonic; 0: look once)."""
+        words, give_way = self._words, os.sched_yield
+        if words[0] >= target:
+            return True
+        if end == 0.0:
+            return False
+        for _ in range(patience):
+            give_way()
+            if words[0] >= target:
+                return True
+        while (value := words[0]) < target:
+            if is_abandoned():
+                raise Abandoned
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            limit = _longest_sleep if left > _LONGEST_SLEEP else _Timespec(0, int(left * 1e9))
+            _syscall(_FUTEX, self._address, _WAIT, ctypes.c_uint(value & _MASK), ctypes.byref(limit), None, 0)
+        return True
+
+
+def patience(num_ranks_here: int) -> int:
+    """How often to look before sleeping, for ranks that share this host's cores."""
+    return _PATIENCE_ALONE if num_ranks_here <= len(os.sched_getaffinity(0)) else _PATIENCE_CROWDED
