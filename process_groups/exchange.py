@@ -9,29 +9,33 @@ import torch
 from process_groups.arena import Arena, Mapping
 from process_groups.lane import Steps
 from process_groups.reduction import Reducer
-from process_groups.shared_layout import GroupLayout
+from process_groups.shared_layout import NUM_SLOTS, GroupLayout
 from process_groups.signals import Abandoned, Counter
 from process_groups.transport import Call
+from runtime.errors import CommunicationError
 
 _MOST_KNOWN = 512  # shapes whose views are kept: making them would cost more than a small call's own work
 
 
 class Exchange:
-    """Arenas stand in the order of group ranks. Everything here happens in one thread at a time."""
+    """Arenas stand in the order of group ranks, None for ranks of other hosts. One thread at a time."""
 
-    def __init__(self, arenas: Sequence[Mapping], me: int, layout: GroupLayout) -> None:
+    def __init__(self, arenas: Sequence[Mapping | None], me: int, layout: GroupLayout) -> None:
         own = arenas[me]
         assert isinstance(own, Arena)
         self.arenas, self.own, self.me, self.size, self.layout = arenas, own, me, len(arenas), layout
         self.reduce = Reducer()
         self._round = 0
         self._progress = Counter(own, layout.progress)
-        peers = [peer for peer in range(len(arenas)) if peer != me]
-        self._progress_of = [Counter(arenas[peer], layout.progress) for peer in peers]
-        self._abort = own.memory[layout.abort : layout.abort + 8].cast("Q")
-        self._aborts = [arenas[peer].memory[layout.abort : layout.abort + 8].cast("Q") for peer in peers]
+        peers = [arena for peer, arena in enumerate(arenas) if arena is not None and peer != me]
+        self._progress_of = [Counter(arena, layout.progress) for arena in peers]
+        self._abort = _word(own, layout.abort)
+        self._aborts = [_word(arena, layout.abort) for arena in peers]
         self._is_given_up = False
-        self._offers = [[_word(arena, layout.offer(parity)) for arena in arenas] for parity in (0, 1)]
+        self._offers = [
+            [None if arena is None else _word(arena, layout.offer(parity)) for arena in arenas] for parity in (0, 1)
+        ]
+        self._work_space: torch.Tensor | None = None
         self._views: dict[tuple[int, torch.dtype], list[list[torch.Tensor]]] = {}
         self._piece_views: dict[tuple[object, ...], list[list[torch.Tensor]]] = {}
 
@@ -79,24 +83,34 @@ class Exchange:
         if views is None:
             _keep_small(self._views)
             views = self._views[key] = [
-                [arena.tensor(self.layout.slot(slot), numel, dtype) for arena in self.arenas] for slot in range(3)
+                [arena.tensor(self.layout.slot(slot), numel, dtype) for arena in self.arenas if arena is not None]
+                for slot in range(NUM_SLOTS)
             ]
-        return views[round_number % 3]
+        return views[round_number % NUM_SLOTS]
 
-    def offer(self, tensor: torch.Tensor | None) -> int:
-        """Arrive at the next round, showing where this rank's tensor lies if it is registered."""
-        offset = None if tensor is None else self.own.offset_of(tensor)
-        self._offers[self.next_round % 2][self.me][0] = 0 if offset is None else offset + 1
-        return self.arrive()
-
-    def offers(self, round_number: int) -> list[int] | None:
-        """Where all ranks' tensors lie; None when one of them is not registered."""
-        found = [word[0] - 1 for word in self._offers[round_number % 2]]
-        return None if -1 in found else found
+    def show(self, tensor: torch.Tensor) -> None:
+        """Tell the peers where this rank's tensor of the next round lies, if it is registered."""
+        offset, word = self.own.offset_of(tensor), self._offers[self.next_round % 2][self.me]
+        assert word is not None
+        word[0] = 0 if offset is None else offset + 1
 
     def offer_of(self, peer: int, round_number: int) -> int | None:
-        word: int = self._offers[round_number % 2][peer][0]
-        return word - 1 if word else None
+        """Where a peer's tensor of that round lies."""
+        word = self._offers[round_number % 2][peer]
+        return word[0] - 1 if word is not None and word[0] else None
+
+    def offers(self, round_number: int) -> list[int] | None:
+        """Where all ranks' tensors of that round lie; None when one of them is not registered."""
+        found = [offset for peer in range(self.size) if (offset := self.offer_of(peer, round_number)) is not None]
+        return found if len(found) == self.size else None
+
+    def work_space(self, num_bytes: int) -> torch.Tensor:
+        """Registered bytes for one call at a time."""
+        if self._work_space is None:
+            self._work_space = self.own.empty((num_bytes,), torch.uint8)
+            if self._work_space is None:
+                raise CommunicationError(f"no memory for a work space of {num_bytes >> 20} MiB")
+        return self._work_space
 
     def remembered(
         self, key: tuple[object, ...], make: Callable[[], list[list[torch.Tensor]]]

@@ -21,7 +21,7 @@ REDUCIBLE = (
     torch.int8,
     torch.uint8,
 )
-STRATEGIES = ("default",)
+STRATEGIES = ("default", "ring", "tree", "hierarchical", "adaptive")
 Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor | None]
 """Makes a registered buffer; None where there is too little memory for it."""
 
@@ -83,7 +83,7 @@ class Group:
         self._check_reduction("all_reduce", tensor, op)
         if strategy not in STRATEGIES:
             raise InvalidCall(f"all_reduce: strategy {strategy!r} is not one of {', '.join(STRATEGIES)}.")
-        return self._start("all_reduce", tensor, tensor, tensor, op=op, timeout=timeout)
+        return self._start("all_reduce", tensor, tensor, tensor, op=op, timeout=timeout, strategy=strategy)
 
     def reduce_scatter(
         self,
@@ -210,6 +210,7 @@ class Group:
         op: str | None = None,
         peer: int | None = None,
         timeout: float | None,
+        strategy: str = "default",
     ) -> Work:
         limit = self._limit(timeout)
         moved_from = None if source is None else _plain(source)
@@ -221,8 +222,8 @@ class Group:
                 copy_back = CopyBack(staging=moved_to, to=target.detach())
             if not target.is_inference():  # autograd shall find out that a tensor it has saved is overwritten
                 torch.autograd.graph.increment_version(target)
-        terms = describe_terms(kind, op, peer, shown.dtype, shown.shape)
-        call = Call(kind, moved_from, moved_to, op, peer, limit, self._number(kind, peer), terms)
+        terms = describe_terms(kind, op, peer, shown.dtype, shown.shape, strategy)
+        call = Call(kind, moved_from, moved_to, op, peer, limit, self._number(kind, peer), terms, strategy)
         return self._issue(call, target if target is not None else source, copy_back)
 
     def _number(self, kind: str, peer: int | None) -> int:

@@ -55,7 +55,8 @@ def _all_reduce_flat(exchange: Exchange, call: Call) -> Steps:
 def _all_reduce(exchange: Exchange, call: Call) -> Steps:
     target = call.target
     assert target is not None
-    round_number = exchange.offer(target)
+    exchange.show(target)
+    round_number = exchange.arrive()
     yield from exchange.everybody(round_number)
     offsets = exchange.offers(round_number)
     if offsets is None:
@@ -76,6 +77,7 @@ def _reduce_in_place(exchange: Exchange, call: Call, offsets: Sequence[int]) -> 
             yield [
                 arena.tensor(offset + a * dtype.itemsize, b - a, dtype)
                 for arena, offset in zip(exchange.arenas, offsets, strict=True)
+                if arena is not None
             ]
 
     views: Iterator[list[torch.Tensor]] | list[list[torch.Tensor]] = views_of_pieces()
@@ -140,7 +142,8 @@ Take = Callable[[Sequence[torch.Tensor], int, int], None]
 def _exposing(exchange: Exchange, call: Call) -> Steps:
     source, take = _roles(exchange, call)
     if source.nbytes > FLAT:
-        round_number = exchange.offer(call.source)
+        exchange.show(source)
+        round_number = exchange.arrive()
         yield from exchange.everybody(round_number)
         shown = range(exchange.size) if call.peer is None else (call.peer,)
         offsets = [exchange.offer_of(rank, round_number) for rank in shown]
@@ -164,7 +167,7 @@ def _in_place(exchange: Exchange, like: torch.Tensor, offsets: dict[int, int | N
     found = []
     for rank, arena in enumerate(exchange.arenas):
         offset = offsets.get(rank)
-        if offset is None:
+        if offset is None or arena is None:
             found.append(like)
         else:
             found.append(arena.tensor(offset, like.numel(), like.dtype).view(like.shape))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -12,8 +13,11 @@ from process_groups.lane import Lane, Steps, Task
 from process_groups.ledger import Ledger, Member
 from process_groups.shared_collectives import steps_of
 from process_groups.shared_layout import GroupLayout
-from process_groups.shared_packets import Inbox, Outbox
+from process_groups.shared_packets import Packets
 from process_groups.signals import patience
+from process_groups.strategies.execute import SharedLink, all_reduce_steps
+from process_groups.strategies.program import Program
+from process_groups.strategies.programs import program_of
 from process_groups.transport import POINT_TO_POINT, Call
 from runtime.errors import CommunicationError, GroupClosed
 
@@ -36,12 +40,13 @@ class SharedMemoryTransport:
         layout: GroupLayout,
         num_ranks_here: int,
     ) -> None:
-        self._name_of_group, self._me, self._layout, self._arenas = group_name, me, layout, arenas
+        self._name_of_group = group_name
         self._ledger = Ledger(group_name, members, me)
         self._exchange = Exchange(arenas, me, layout)
         self._patience = patience(num_ranks_here)
         self._collectives = self._make_lane("collectives")
-        self._boxes: dict[tuple[str, int], tuple[Lane, Outbox | Inbox]] = {}
+        self._packets = Packets(arenas, me, layout, self._make_lane)
+        self._links = {peer: SharedLink(self._exchange, peer) for peer in range(len(arenas)) if peer != me}
         self._left_behind: list[Call] = []
         self._has_given_up = False
 
@@ -65,27 +70,21 @@ class SharedMemoryTransport:
         yield from steps
 
     def _lane_and_steps(self, call: Call) -> tuple[Lane, Steps]:
-        if call.kind not in POINT_TO_POINT:
-            return self._collectives, iter(()) if call.is_empty else steps_of(self._exchange, call)
-        assert call.peer is not None
-        lane, box = self._box(call.kind, call.peer)
-        return lane, box.send(call) if isinstance(box, Outbox) else box.receive(call)
+        if call.kind in POINT_TO_POINT:
+            return self._packets.lane_and_steps(call)
+        if call.is_empty:
+            return self._collectives, iter(())
+        if call.strategy == "default":
+            return self._collectives, steps_of(self._exchange, call)
+        program = partial(self._program, call.strategy)
+        return self._collectives, all_reduce_steps(call, program, self._links, self._exchange, self._exchange.size)
 
-    def _box(self, kind: str, peer: int) -> tuple[Lane, Outbox | Inbox]:
-        if (kind, peer) not in self._boxes:
-            me, mine, theirs = self._me, self._arenas[self._me], self._arenas[peer]
-            box = (
-                Outbox(self._layout, mine, theirs, me, peer)
-                if kind == "send"
-                else Inbox(self._layout, theirs, mine, peer, me)
-            )
-            self._boxes[kind, peer] = self._make_lane(f"{kind}-{peer}"), box
-        return self._boxes[kind, peer]
+    def _program(self, strategy: str, numel: int) -> Program:
+        return program_of(strategy, self._exchange.size, self._exchange.me, numel, (0,) * self._exchange.size)
 
     def _lanes(self) -> Iterator[Lane]:
         yield self._collectives
-        for lane, _ in self._boxes.values():
-            yield lane
+        yield from self._packets.lanes()
 
     def trouble(self, call: Call) -> CommunicationError | None:
         return self._ledger.trouble(call)

@@ -7,11 +7,12 @@ whose packets all found room has ended, whether or not the receiver has come.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from process_groups.arena import Mapping
-from process_groups.lane import Steps
+from process_groups.lane import Lane, Steps
 from process_groups.shared_layout import NUM_PACKETS, PACKET, GroupLayout
 from process_groups.signals import Counter
 from process_groups.transport import Call
@@ -78,3 +79,38 @@ class Inbox(_Pair):
             start += num_bytes
             self.number += 1
             self.consumed.store(self.number)
+
+
+class Packets:
+    """All sends and receives between this rank and those of its group that share its memory."""
+
+    def __init__(
+        self, arenas: Sequence[Mapping | None], me: int, layout: GroupLayout, make_lane: Callable[[str], Lane]
+    ) -> None:
+        self._arenas, self._me, self._layout, self._make_lane = arenas, me, layout, make_lane
+        self._boxes: dict[tuple[str, int], tuple[Lane, Outbox | Inbox]] = {}
+
+    def reach(self, peer: int) -> bool:
+        return self._arenas[peer] is not None
+
+    def lane_and_steps(self, call: Call) -> tuple[Lane, Steps]:
+        """In which order a send or receive comes, and what is to be done."""
+        assert call.peer is not None
+        lane, box = self._boxes.get((call.kind, call.peer)) or self._open(call.kind, call.peer)
+        return lane, box.send(call) if isinstance(box, Outbox) else box.receive(call)
+
+    def _open(self, kind: str, peer: int) -> tuple[Lane, Outbox | Inbox]:
+        mine, theirs = self._arenas[self._me], self._arenas[peer]
+        assert mine is not None
+        assert theirs is not None
+        box = (
+            Outbox(self._layout, mine, theirs, self._me, peer)
+            if kind == "send"
+            else Inbox(self._layout, theirs, mine, peer, self._me)
+        )
+        self._boxes[kind, peer] = self._make_lane(f"{kind}-{peer}"), box
+        return self._boxes[kind, peer]
+
+    def lanes(self) -> Iterator[Lane]:
+        for lane, _ in self._boxes.values():
+            yield lane
