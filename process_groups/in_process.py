@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
+from process_groups.strategies.arithmetic import combine, finish, wide_dtype
+from process_groups.strategies.hierarchical import hierarchical
+from process_groups.strategies.program import Program
+from process_groups.strategies.ring import ring
+from process_groups.strategies.together import run_together
+from process_groups.strategies.tree import tree
 from process_groups.transport import Call, Completion, Place, mismatch, not_made, peer_lost
 from runtime.errors import CommunicationError, Coords
 
@@ -134,11 +141,13 @@ class _Arrival:
 
 
 def carry_out(calls: list[Call]) -> None:
-    """Do what all ranks together asked for. Sums go in rank order, 16-bit floats are added up in float32."""
+    """Do what all ranks together asked for. 16-bit floats are added up in float32, in rank order or the strategy's."""
     # Copies: a target may be a source too.
     sources = [call.source.clone() for call in calls if call.source is not None]
     targets = [call.target for call in calls if call.target is not None]
     match calls[0].kind:
+        case "all_reduce" if calls[0].strategy in PROGRAMS:
+            _run_programs(calls[0], sources, targets)
         case "all_reduce":
             total = _reduced(sources, calls[0].op)
             for target in targets:
@@ -164,16 +173,33 @@ def carry_out(calls: list[Call]) -> None:
             targets[0].copy_(sources[0])
 
 
+def _on_one_host(size: int, rank: int, numel: int) -> Program:
+    return hierarchical(size, rank, numel, hosts=[0] * size)
+
+
+TREE_CHUNK = 16384  # elements
+PROGRAMS: dict[str, Callable[[int, int, int], Program]] = {
+    "ring": ring,
+    "tree": partial(tree, chunk=TREE_CHUNK),
+    "hierarchical": _on_one_host,
+}
+"""The strategies that are programs. The others add up in rank order: there is nothing to adapt to in one process."""
+
+
+def _run_programs(call: Call, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    assert call.op is not None
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+    size, numel = len(targets), targets[0].numel()
+    run_together([PROGRAMS[call.strategy](size, rank, numel) for rank in range(size)], targets, call.op)
+
+
 def _reduced(tensors: list[torch.Tensor], op: str | None) -> torch.Tensor:
+    assert op is not None
     dtype = tensors[0].dtype
-    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    wide = wide_dtype(dtype, op)
     total = tensors[0].to(wide, copy=True)
     for tensor in tensors[1:]:
-        match op:
-            case "min":
-                total = torch.minimum(total, tensor.to(wide))
-            case "max":
-                total = torch.maximum(total, tensor.to(wide))
-            case _:
-                total += tensor.to(wide)
-    return (total / len(tensors) if op == "mean" else total).to(dtype)
+        combine(total, tensor.to(wide), op)
+    finish(total, op, len(tensors))
+    return total.to(dtype)

@@ -56,6 +56,9 @@ class Call:
     terms: str = ""
     """What the ranks must agree on, see `describe_terms`."""
 
+    strategy: str = "default"
+    """How an all-reduce moves: default, ring, tree, hierarchical or adaptive."""
+
     @property
     def is_point_to_point(self) -> bool:
         return self.kind in POINT_TO_POINT

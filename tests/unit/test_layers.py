@@ -51,7 +51,15 @@ def test_a_package_imports_only_what_stands_above_it(package):
 
 
 @pytest.mark.parametrize(
-    "package", ["monitoring", "runtime", "parallel3d/config", "parallel3d/cli", "process_groups/topology.py"]
+    "package",
+    [
+        "monitoring",
+        "runtime",
+        "parallel3d/config",
+        "parallel3d/cli",
+        "process_groups/topology.py",
+        *(f"process_groups/strategies/{name}.py" for name in ("program", "ring", "tree", "hierarchical")),
+    ],
 )
 def test_no_torch_is_imported_where_none_is_needed(package):
     path = ROOT / package
@@ -68,6 +76,7 @@ def test_no_torch_is_imported_where_none_is_needed(package):
         "import parallel3d.cli.main",
         "from parallel3d import RunConfig, ConfigError, PeerLost, run",
         "import process_groups.topology",
+        "import process_groups.strategies.hierarchical, process_groups.strategies.tree",
         "import runtime.launch, monitoring.metrics",
     ],
 )
