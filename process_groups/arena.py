@@ -180,10 +180,13 @@ def _group_available() -> list[int]:
     return found
 
 
+_LIMITS = {"file size (ulimit -f)": resource.RLIMIT_FSIZE, "addresses (ulimit -v)": resource.RLIMIT_AS}
+
+
 def _explain(error: OSError | ValueError, size: int) -> str:
-    need = f"an arena of {size / (1 << 30):.1f} GiB of addresses"
-    for name, number in (("file size (ulimit -f)", resource.RLIMIT_FSIZE), ("addresses (ulimit -v)", resource.RLIMIT_AS)):
+    need = f"{size / (1 << 30):.1f} GiB of addresses are needed"
+    for name, number in _LIMITS.items():
         soft = resource.getrlimit(number)[0]
         if soft != resource.RLIM_INFINITY:
-            return f"{need} can't be made: this process may have {soft / (1 << 30):.3g} GiB of {name}. Raise that limit."
-    return f"{need} can't be made: {error}."
+            return f"{need}, but this process may have {soft / (1 << 30):.3g} GiB of {name}. Raise that limit."
+    return f"{need}, and the system says: {error}."

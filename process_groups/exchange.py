@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -11,7 +12,6 @@ from process_groups.lane import Steps
 from process_groups.reduction import Reducer
 from process_groups.shared_layout import NUM_SLOTS, GroupLayout
 from process_groups.signals import Abandoned, Counter
-from process_groups.transport import Call
 from runtime.errors import CommunicationError
 
 _MOST_KNOWN = 512  # shapes whose views are kept: making them would cost more than a small call's own work
@@ -123,13 +123,7 @@ class Exchange:
         return views
 
 
-def is_short(call: Call, limit: int) -> bool:
-    """Whether this rank's part takes so little time that the event loop can do it."""
-    tensor = call.target if call.target is not None else call.source
-    return tensor is None or tensor.nbytes <= limit
-
-
-def _keep_small(known: dict[object, object] | dict[tuple[int, torch.dtype], list[list[torch.Tensor]]]) -> None:
+def _keep_small(known: dict[Any, Any]) -> None:
     if len(known) >= _MOST_KNOWN:
         known.clear()
 

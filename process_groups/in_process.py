@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
 from process_groups.strategies.arithmetic import combine, finish, wide_dtype
-from process_groups.strategies.hierarchical import hierarchical
-from process_groups.strategies.program import Program
-from process_groups.strategies.ring import ring
+from process_groups.strategies.programs import program_of
 from process_groups.strategies.together import run_together
-from process_groups.strategies.tree import tree
 from process_groups.transport import Call, Completion, Place, mismatch, not_made, peer_lost
 from runtime.errors import CommunicationError, Coords
 
@@ -146,7 +142,7 @@ def carry_out(calls: list[Call]) -> None:
     sources = [call.source.clone() for call in calls if call.source is not None]
     targets = [call.target for call in calls if call.target is not None]
     match calls[0].kind:
-        case "all_reduce" if calls[0].strategy in PROGRAMS:
+        case "all_reduce" if calls[0].strategy != "default":
             _run_programs(calls[0], sources, targets)
         case "all_reduce":
             total = _reduced(sources, calls[0].op)
@@ -173,25 +169,13 @@ def carry_out(calls: list[Call]) -> None:
             targets[0].copy_(sources[0])
 
 
-def _on_one_host(size: int, rank: int, numel: int) -> Program:
-    return hierarchical(size, rank, numel, hosts=[0] * size)
-
-
-TREE_CHUNK = 16384  # elements
-PROGRAMS: dict[str, Callable[[int, int, int], Program]] = {
-    "ring": ring,
-    "tree": partial(tree, chunk=TREE_CHUNK),
-    "hierarchical": _on_one_host,
-}
-"""The strategies that are programs. The others add up in rank order: there is nothing to adapt to in one process."""
-
-
 def _run_programs(call: Call, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
     assert call.op is not None
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source)
     size, numel = len(targets), targets[0].numel()
-    run_together([PROGRAMS[call.strategy](size, rank, numel) for rank in range(size)], targets, call.op)
+    programs = [program_of(call.strategy, size, rank, numel, hosts=(0,) * size) for rank in range(size)]
+    run_together(programs, targets, call.op)
 
 
 def _reduced(tensors: list[torch.Tensor], op: str | None) -> torch.Tensor:

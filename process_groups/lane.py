@@ -22,6 +22,13 @@ Wait = tuple[Counter, int]
 """A counter and the value it has to reach."""
 
 Steps = Iterator[Wait]
+_SHORT = 1 << 20  # bytes: the event loop moves so many in about 0.2 ms; a thread moves more
+
+
+def is_short(call: Call) -> bool:
+    """Whether this rank's part takes so little time that the event loop can do it."""
+    tensor = call.target if call.target is not None else call.source
+    return tensor is None or tensor.nbytes <= _SHORT
 
 
 class Lane:
@@ -127,6 +134,9 @@ class Task:
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback(self)
+
+    def has_ended(self) -> bool:
+        return self.ended
 
     def ended_well(self, seconds: float) -> bool:
         if not self.ended:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from process_groups.board import Page, Pulse, Ring
+from process_groups.lane import Steps
 from process_groups.transport import POINT_TO_POINT, Call, Place, mismatch, not_made, peer_lost
 from runtime.errors import CommunicationError, Mismatch
 
@@ -44,6 +45,18 @@ class Ledger:
             other = ring.differs(call.number, call.terms)
             if other is not None:
                 raise self.mismatch(call, index, other)
+
+    def posted(self, call: Call, steps: Steps) -> Steps:
+        """The steps of a call that is written down now, or by its first step where the board has no room yet: once it
+        is this call's turn, the peers are near."""
+        if not self.has_room(call):
+            return self._post_first(call, steps)
+        self.post(call)
+        return steps
+
+    def _post_first(self, call: Call, steps: Steps) -> Steps:
+        self.post(call)
+        yield from steps
 
     def mismatch(self, call: Call, peer: int, their_terms: str) -> Mismatch:
         me, other = self._members[self._me].place, self._members[peer].place

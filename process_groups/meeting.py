@@ -19,6 +19,7 @@ from process_groups.arena import Arena, ArenaUnavailable, Mapping, open_peer
 from process_groups.backends import choose_backend, device_of, explain_store_error, open_backend, open_store
 from process_groups.board import Pulse, Segment
 from process_groups.connections import loopback_address
+from process_groups.exchange import Exchange
 from process_groups.formation import GROUP_NAMES, Formation, MeshPlan, ranks_of
 from process_groups.group import Group
 from process_groups.ledger import Member
@@ -48,6 +49,8 @@ class Meeting:
         self._arenas: list[Mapping | None] = []
         self._shares: list[list[bool]] = []
         """For each rank, whose arenas it has mapped."""
+        self._hosts: list[int] = []
+        """For each rank, the first rank on its host."""
 
     def form(self) -> Formation:
         try:
@@ -145,6 +148,7 @@ class Meeting:
         mapped = {"segments": [s is not None for s in self._segments], "arenas": [a is not None for a in self._arenas]}
         mapped_by = self._exchange(store, "mapped", mapped)
         self._shares = [theirs["arenas"] for theirs in mapped_by]
+        self._hosts = _number_hosts([theirs["segments"] for theirs in mapped_by])
         self._pulses = [None] * self._size
         for rank, segment in enumerate(self._segments):
             if segment is not None and not mapped_by[rank]["segments"][self._rank]:
@@ -196,7 +200,7 @@ class Meeting:
                 transport = SharedMemoryTransport(name, members, arenas, me, self._layouts[index], num_here)
             else:
                 group_store = dist.PrefixStore(f"{name}/{ranks[0]}", store)
-                transport = self._connect(kind, group_store, name, members, me, device)
+                transport = self._connect(kind, group_store, index, ranks, members, device)
         return Group(
             name,
             ranks,
@@ -212,11 +216,12 @@ class Meeting:
         self,
         kind: str,
         store: dist.Store,
-        name: str,
+        index: int,
+        ranks: Sequence[int],
         members: Sequence[Member],
-        me: int,
         device: torch.device,
     ) -> TorchTransport:
+        name, me = GROUP_NAMES[index], ranks.index(self._rank)
         # The launcher's ranks are on one host even where they can't map each other.
         one_host = self._is_launched or all(member.page is not None for member in members)
         loopback = loopback_address(f"{self._nonce} {name} {members[0].place.rank}") if one_host else None
@@ -225,7 +230,20 @@ class Meeting:
         except RuntimeError as error:
             what = f"group {name} of {', '.join(str(m.place) for m in members)}"
             raise _failed_start(what, error, members) from error
-        return TorchTransport(kind, backend, store, name, members, me, device)
+        hosts = tuple(self._hosts[rank] for rank in ranks)
+        arenas = [self._arenas[rank] if self._shares_memory(rank) else None for rank in ranks]
+        exchange = Exchange(arenas, me, self._layouts[index]) if sum(map(bool, arenas)) > 1 else None
+        num_here = hosts.count(hosts[me])
+        return TorchTransport(kind, backend, store, name, members, me, device, hosts, exchange, num_here)
+
+    def _shares_memory(self, rank: int) -> bool:
+        return self._shares[rank][self._rank] and self._shares[self._rank][rank] and self._segments[rank] is not None
+
+
+def _number_hosts(mapped_by: Sequence[Sequence[bool]]) -> list[int]:
+    """For each rank the first one that shares its host: each of the two has mapped the other."""
+    ranks = range(len(mapped_by))
+    return [next(i for i in ranks if mapped_by[i][rank] and mapped_by[rank][i]) for rank in ranks]
 
 
 def _failed_start(what: str, error: RuntimeError, members: Sequence[Member]) -> CommunicationError:

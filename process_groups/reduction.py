@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from process_groups.strategies.arithmetic import wide_dtype
+
 PIECE = 512 << 10  # bytes: small enough to stay in a core's cache, large enough that Python's part does not count
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -15,11 +17,6 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "min": torch.minimum,
     "max": torch.maximum,
 }
-
-
-def wide_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
-    """In which values add up: 16-bit floats would lose digits with every rank."""
-    return torch.float32 if dtype in _HALVES and op in ("sum", "mean") else dtype
 
 
 class Reducer:

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from process_groups.arena import Mapping
-from process_groups.exchange import Exchange, is_short
-from process_groups.lane import Lane, Steps, Task
+from process_groups.exchange import Exchange
+from process_groups.lane import Lane, Steps, Task, is_short
 from process_groups.ledger import Ledger, Member
 from process_groups.shared_collectives import steps_of
 from process_groups.shared_layout import GroupLayout
@@ -22,7 +22,6 @@ from process_groups.transport import POINT_TO_POINT, Call
 from runtime.errors import CommunicationError, GroupClosed
 
 CPU = torch.device("cpu")
-_SHORT = 1 << 20  # bytes that the event loop moves itself, in about 0.2 ms; a thread does more
 
 
 class SharedMemoryTransport:
@@ -59,15 +58,7 @@ class SharedMemoryTransport:
 
     def start(self, call: Call) -> Task:
         lane, steps = self._lane_and_steps(call)
-        if self._ledger.has_room(call):
-            self._ledger.post(call)
-        else:  # once it is this call's turn, the peers are near
-            steps = self._post_first(call, steps)
-        return lane.add(call, steps, is_short(call, _SHORT))
-
-    def _post_first(self, call: Call, steps: Steps) -> Steps:
-        self._ledger.post(call)
-        yield from steps
+        return lane.add(call, self._ledger.posted(call, steps), is_short(call))
 
     def _lane_and_steps(self, call: Call) -> tuple[Lane, Steps]:
         if call.kind in POINT_TO_POINT:

@@ -90,8 +90,9 @@ class Packets:
         self._arenas, self._me, self._layout, self._make_lane = arenas, me, layout, make_lane
         self._boxes: dict[tuple[str, int], tuple[Lane, Outbox | Inbox]] = {}
 
-    def reach(self, peer: int) -> bool:
-        return self._arenas[peer] is not None
+    def reaches(self, peer: int | None) -> bool:
+        """Whether a peer shares this rank's memory."""
+        return peer is not None and self._arenas[peer] is not None
 
     def lane_and_steps(self, call: Call) -> tuple[Lane, Steps]:
         """In which order a send or receive comes, and what is to be done."""

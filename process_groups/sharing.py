@@ -22,7 +22,7 @@ def warn_if_not_shared(rank: int, greetings: Sequence[dict[str, Any]], shares: S
     a, b = apart[0]
     problem = greetings[a]["arena_problem"] or greetings[b]["arena_problem"]
     why = problem or (
-        f"rank {a} can't map the memory of rank {b} through /proc/{greetings[b]['segment'].split('/')[0]}/fd. Start them "
+        f"rank {a} can't map the memory of rank {b}, process {greetings[b]['segment'].split('/')[0]}. Start them "
         "as one user in one container (or with a shared pid namespace: --pid=host); if they are on different hosts "
         "that have one name, give each its own PARALLEL3D_HOST"
     )

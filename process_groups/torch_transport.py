@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 import time
@@ -15,8 +16,15 @@ import torch
 import torch.distributed as dist
 
 from process_groups.backends import BACKSTOP, OpenBackend, TorchBackend, TorchWork, issue
+from process_groups.exchange import Exchange
+from process_groups.lane import Lane, Task, is_short
 from process_groups.ledger import Ledger, Member
+from process_groups.network_link import NetworkLink
+from process_groups.shared_packets import Packets
+from process_groups.signals import Abandoned, patience
 from process_groups.store_notes import StoreNotes
+from process_groups.strategies.execute import Link, SharedLink, all_reduce_steps
+from process_groups.strategies.programs import program_of
 from process_groups.transport import POINT_TO_POINT, Call, Completion
 from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, PeerLost
 from runtime.threads import DaemonThreads
@@ -58,11 +66,17 @@ class TorchTransport:
         members: Sequence[Member],
         me: int,
         device: torch.device,
+        hosts: tuple[int, ...],
+        exchange: Exchange | None = None,
+        num_ranks_here: int = 1,
     ) -> None:
+        """`hosts` are numbers, one for each rank; `exchange` is shared with those on this host, if there is one."""
         self.name, self.device = kind, device
+        self._hosts, self._exchange = hosts, exchange
+        self._patience = patience(num_ranks_here)
         self._backend: TorchBackend | None = opened.backend
         self._cut = opened.cut
-        self._under_way: dict[Call, TorchCompletion | ThreadCompletion] = {}
+        self._under_way: dict[Call, Started] = {}
         self._released: Future[None] | None = None
         self._name_of_group, self._members, self._me = name, members, me
         self._ledger = Ledger(name, members, me)
@@ -72,10 +86,30 @@ class TorchTransport:
         self._threads_of: dict[tuple[str, Channel], DaemonThreads] = {}
         self._num_later = 0
         self._counting = threading.Lock()
+        self._packets = Packets(exchange.arenas, me, exchange.layout, self._make_lane) if exchange is not None else None
+        self._links = {peer: self._link(peer) for peer in range(len(members)) if peer != me}
 
-    def start(self, call: Call) -> TorchCompletion | ThreadCompletion:
-        completion: TorchCompletion | ThreadCompletion
-        if self._notes is None and not self._num_later and self._ledger.has_room(call):
+    def _make_lane(self, what: str) -> Lane:
+        assert self._exchange is not None
+        name = f"parallel3d-{self._name_of_group}-{what}"
+        return Lane(name, self._patience, self._exchange.is_abandoned, self._explain)
+
+    def _explain(self, call: Call) -> CommunicationError:
+        return self.trouble(call) or GroupClosed(f"group {self._name_of_group} was given up")
+
+    def _link(self, peer: int) -> Link:
+        if self._exchange is not None and self._exchange.arenas[peer] is not None:
+            return SharedLink(self._exchange, peer)
+        return NetworkLink(peer, self._hand_over)
+
+    def start(self, call: Call) -> Started:
+        completion: Started
+        if self._packets is not None and call.kind in POINT_TO_POINT and self._packets.reaches(call.peer):
+            lane, steps = self._packets.lane_and_steps(call)
+            completion = lane.add(call, self._ledger.posted(call, steps), is_short(call))
+        elif call.strategy != "default":
+            completion = self._start_later(call)
+        elif self._notes is None and not self._num_later and self._ledger.has_room(call):
             self._ledger.post(call)
             completion = self._issue(call)
         else:
@@ -126,13 +160,30 @@ class TorchTransport:
             self._wait_for_room(call)
             self._ledger.post(call)
             header = self._compare_across_hosts(call) if self._notes is not None else None
+            if call.strategy != "default" and not call.is_empty:
+                self._carry_out(call)
+                outcome.set_result(None)
+                return
             # gloo forgets a send whose Work is gone: the header's lives until the call has ended.
             self._issue(call).add_done_callback(partial(_hand_on, outcome, header))
+        except Abandoned:
+            outcome.set_exception(self._explain(call))
         except BaseException as error:
             outcome.set_exception(translate(error))
         finally:
             with self._counting:
                 self._num_later -= 1
+
+    def _carry_out(self, call: Call) -> None:
+        """A strategy's program, in this thread."""
+        size, me, exchange = len(self._members), self._me, self._exchange
+        steps = all_reduce_steps(
+            call, lambda numel: program_of(call.strategy, size, me, numel, self._hosts), self._links, exchange, size
+        )
+        for counter, target in steps:
+            assert exchange is not None
+            if not counter.reaches(target, math.inf, self._patience, exchange.is_abandoned):
+                raise AssertionError("waited for ever")
 
     def _wait_for_room(self, call: Call) -> None:
         deadline = time.monotonic() + call.timeout
@@ -181,6 +232,8 @@ class TorchTransport:
         self._ledger.close(error)
         if self._notes is not None:
             self._notes.broken(error)
+        if self._exchange is not None:
+            self._exchange.give_up()
         self._cut()
         self._released = self._release()
 
@@ -206,7 +259,8 @@ class TorchTransport:
             backend.clear()
 
         released = self._threads.submit(release)
-        for threads in (self._threads, *self._threads_of.values()):
+        lanes = self._packets.lanes() if self._packets is not None else ()
+        for threads in (self._threads, *self._threads_of.values(), *lanes):
             threads.stop()
         return released
 
@@ -280,6 +334,7 @@ def _failed(error: CommunicationError) -> Future[None]:
 
 
 _ENDED = ThreadCompletion(_ended())
+Started = TorchCompletion | ThreadCompletion | Task
 
 
 def _hand_on(outcome: Future[None], header: TorchWork | None, ended: Completion) -> None:

@@ -22,12 +22,15 @@ def describe_terms(
     peer: int | None = None,
     dtype: torch.dtype | None = None,
     shape: tuple[int, ...] = (),
+    strategy: str = "default",
 ) -> str:
-    """What the ranks must agree on, as the same text on each: `all_reduce(sum) of float32 (4, 5)`."""
+    """What the ranks must agree on, as the same text on each: `all_reduce(sum, ring) of float32 (4, 5)`."""
     what = "" if dtype is None else f"{str(dtype)[6:]} {tuple(shape)}"
     if kind in POINT_TO_POINT:
         return what
     how = op if op is not None else f"root {peer}" if kind == "broadcast" else None
+    if strategy != "default":
+        how = f"{how}, {strategy}"
     name = kind if how is None else f"{kind}({how})"
     return f"{name} of {what}" if what else name
 
@@ -57,7 +60,7 @@ class Call:
     """What the ranks must agree on, see `describe_terms`."""
 
     strategy: str = "default"
-    """How an all-reduce moves: default, ring, tree, hierarchical or adaptive."""
+    """How an all-reduce is carried out: default, ring, tree or hierarchical."""
 
     @property
     def is_point_to_point(self) -> bool:

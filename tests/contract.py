@@ -15,6 +15,7 @@ import parallel3d
 from parallel3d import DeadlineExceeded, GroupClosed, InvalidCall, Mismatch, PeerLost
 
 RANKS = 4
+STRATEGIES = ("default", "ring", "tree", "hierarchical")
 SCENARIOS = {}
 
 
@@ -56,6 +57,35 @@ async def all_ranks_end_with_the_same_bits():
         everyone = await mesh.world.all_gather(tensor)
         for part in everyone.chunk(RANKS):
             assert torch.equal(part, tensor)
+
+
+@scenario
+async def every_strategy_gives_every_rank_the_same_sum():
+    async with flat_mesh() as mesh:
+        for strategy in STRATEGIES:
+            for numel in (1, 3, 5, 1000, 100_003):
+                for dtype in (torch.float32, torch.bfloat16, torch.int64):
+                    tensor = mesh.world.empty(numel, dtype=dtype) if numel % 2 else torch.empty(numel, dtype=dtype)
+                    tensor.copy_(torch.arange(numel) % 50 + mesh.rank)
+                    await mesh.world.all_reduce(tensor, strategy=strategy)
+                    expected = (4 * (torch.arange(numel) % 50) + 6).to(dtype)
+                    assert torch.equal(tensor, expected), (strategy, numel, dtype, tensor, expected)
+            torch.manual_seed(mesh.rank)
+            tensor = torch.randn(70_001)
+            everyone = await mesh.world.all_gather(tensor)
+            await mesh.world.all_reduce(tensor, op="mean", strategy=strategy)
+            exact = everyone.view(RANKS, -1).double().mean(0)
+            assert torch.allclose(tensor.double(), exact, atol=1e-6), strategy
+            for part in (await mesh.world.all_gather(tensor)).chunk(RANKS):
+                assert torch.equal(part, tensor), strategy
+
+
+@scenario
+async def different_strategies_are_a_mismatch():
+    await expect_mismatch(
+        lambda mesh: mesh.world.all_reduce(torch.ones(5), strategy="ring" if mesh.rank == 2 else "tree"),
+        "all_reduce(sum, ring) of float32 (5,)", "all_reduce(sum, tree) of float32 (5,)",
+    )  # fmt: skip
 
 
 @scenario

@@ -20,7 +20,7 @@ BLOCK = 8 << 20  # bytes that a program is run on at once; a tensor that is not 
 class Link(Protocol):
     """A peer, as the transfers of a program meet it."""
 
-    def begin(self, mine: torch.Tensor) -> None:
+    def begin(self, mine: torch.Tensor, timeout: float) -> None:
         """A new block: what is sent and received are ranges of it."""
 
     def send(self, transfer: Transfer) -> None:
@@ -48,7 +48,7 @@ class SharedLink:
         self._num_sent = self._num_received = 0
         self._values: torch.Tensor | None = None
 
-    def begin(self, mine: torch.Tensor) -> None:
+    def begin(self, mine: torch.Tensor, timeout: float) -> None:
         self._like, self._values = mine, None
 
     def send(self, transfer: Transfer) -> None:
@@ -93,7 +93,7 @@ def all_reduce_steps(
         if exchange is not None:
             exchange.show(mine)
         for link in links.values():
-            link.begin(mine)
+            link.begin(mine, call.timeout)
         yield from _run(program_of(mine.numel()), mine, links, op)
         for link in links.values():
             link.end()
@@ -105,7 +105,7 @@ def all_reduce_steps(
 
 
 def _place(part: torch.Tensor, dtype: torch.dtype, exchange: Exchange | None) -> torch.Tensor:
-    """Where the block is worked on: in the tensor itself if all peers can reach it there and the type is wide enough."""
+    """Where the block is worked on: in the tensor itself if peers can reach it there and its type is wide enough."""
     if dtype == part.dtype and (exchange is None or exchange.own.offset_of(part) is not None):
         return part
     if exchange is None:
