@@ -24,7 +24,7 @@ def tree(size: int, rank: int, numel: int, chunk: int) -> Program:
        1     5       0     4
       0 2   4 6     6 1   3 5
 
-    Leaves only send what is theirs, so a rank that has the work of an inner node in one tree is a leaf in the other.
+    An inner node has three times a leaf's work, so no rank is an inner node of both.
 
     The chunks follow each other. Chunk c leaves a rank of depth d upwards at time c - d, is whole at the root at
     time c, and leaves depth d downwards at time c + d; a step is what a rank does at one time, in both trees. What
