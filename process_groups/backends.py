@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -159,6 +159,26 @@ def open_backend(
     backend = dist.ProcessGroupGloo(store, rank, size, options)
     endpoints = exchange_endpoints(store, rank, size, mine, timeout)
     return OpenBackend(backend, Connections(endpoints=endpoints).cut)
+
+
+def nccl_algorithm(name: str) -> str:
+    """What NCCL_ALGO must be for all-reduces to go this way: `ring` or `tree`.
+
+    NCCL before 2.24 (torch 2.6) does not know `allreduce:`, and would choose by itself without a word.
+    """
+    return f"allreduce:{name}" if torch.cuda.nccl.version() >= (2, 24) else name  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def beside_current_stream(device: torch.device) -> Iterator[None]:
+    """For calls that wait for each other on the device: what the user puts on the current stream next does not."""
+    if device.type != "cuda":
+        yield
+        return
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        yield
 
 
 def _network_device() -> Any:
