@@ -11,6 +11,7 @@ from process_groups.board import Pulse, Segment
 from process_groups.group import Group
 from process_groups.topology import AXES, Topology, auto_order
 from runtime.errors import CommunicationError, Coords, InvalidCall, LaunchError
+from runtime.threads import DaemonThreads
 
 GROUP_NAMES = ("world", *AXES)
 _AFTER_A_FAILURE = 5.0  # seconds to leave the groups that still work
@@ -69,6 +70,7 @@ class Formation:
     _segments: tuple[Segment, ...] = ()
     _pulses: tuple[Pulse, ...] = ()
     _arena: Arena | None = None
+    _issuing: DaemonThreads | None = None
 
     def beat(self) -> None:
         """Show the peers that this rank's event loop moves."""
@@ -96,6 +98,8 @@ class Formation:
             pulse.close()
         if self._arena is not None:
             self._arena.close()
+        if self._issuing is not None:
+            self._issuing.stop()
 
 
 def ranks_of(topology: Topology, name: str, rank: int) -> tuple[int, ...]:

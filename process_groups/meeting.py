@@ -23,6 +23,7 @@ from process_groups.exchange import Exchange
 from process_groups.formation import GROUP_NAMES, Formation, MeshPlan, ranks_of
 from process_groups.group import Group
 from process_groups.ledger import Member
+from process_groups.nccl_strategies import NcclStrategies
 from process_groups.shared_layout import lay_out
 from process_groups.shared_memory import SharedMemoryTransport
 from process_groups.sharing import warn_if_not_shared
@@ -31,6 +32,7 @@ from process_groups.torch_transport import TorchTransport, translate
 from process_groups.transport import Place, Transport
 from runtime.environment import InheritedFile, RankEnvironment
 from runtime.errors import CommunicationError, DeadlineExceeded, Mismatch, PeerLost
+from runtime.threads import DaemonThreads
 
 
 class Meeting:
@@ -49,6 +51,7 @@ class Meeting:
         self._arenas: list[Mapping | None] = []
         self._shares: list[list[bool]] = []
         """For each rank, whose arenas it has mapped."""
+        self._issuing = DaemonThreads("parallel3d-nccl", limit=1)
         self._hosts: list[int] = []
         """For each rank, the first rank on its host."""
 
@@ -87,7 +90,7 @@ class Meeting:
         self._exchange(store, "formed", True)
         pulses = tuple(pulse for pulse in self._pulses if pulse is not None)
         segments = tuple(filter(None, self._segments))
-        return Formation(self._rank, topology, hosts, groups, own, segments, pulses, self._arena)
+        return Formation(self._rank, topology, hosts, groups, own, segments, pulses, self._arena, self._issuing)
 
     def _left(self) -> float:
         return max(0.001, self._deadline - time.monotonic())
@@ -234,7 +237,12 @@ class Meeting:
         arenas = [self._arenas[rank] if self._shares_memory(rank) else None for rank in ranks]
         exchange = Exchange(arenas, me, self._layouts[index]) if sum(map(bool, arenas)) > 1 else None
         num_here = hosts.count(hosts[me])
-        return TorchTransport(kind, backend, store, name, members, me, device, hosts, exchange, num_here)
+        nccl = issuing = None
+        if kind == "nccl":
+            nccl = NcclStrategies(store, me, len(ranks), hosts, device, backend.backend, self._left())
+            nccl.connect()
+            issuing = self._issuing
+        return TorchTransport(kind, backend, store, name, members, me, device, hosts, exchange, num_here, nccl, issuing)
 
     def _shares_memory(self, rank: int) -> bool:
         return self._shares[rank][self._rank] and self._shares[self._rank][rank] and self._segments[rank] is not None

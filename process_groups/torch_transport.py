@@ -19,6 +19,7 @@ from process_groups.backends import BACKSTOP, OpenBackend, TorchBackend, TorchWo
 from process_groups.exchange import Exchange
 from process_groups.lane import Lane, Task, is_short
 from process_groups.ledger import Ledger, Member
+from process_groups.nccl_strategies import NcclStrategies
 from process_groups.network_link import NetworkLink
 from process_groups.shared_packets import Packets
 from process_groups.signals import Abandoned, patience
@@ -69,10 +70,16 @@ class TorchTransport:
         hosts: tuple[int, ...],
         exchange: Exchange | None = None,
         num_ranks_here: int = 1,
+        nccl: NcclStrategies | None = None,
+        issuing: DaemonThreads | None = None,
     ) -> None:
-        """`hosts` are numbers, one for each rank; `exchange` is shared with those on this host, if there is one."""
+        """`hosts` are numbers, one for each rank; `exchange` is shared with those on this host, if there is one.
+
+        `issuing` is the one thread in which all NCCL groups of a mesh make their communicators: two groups that did
+        so at once, in different orders on two ranks, would wait for each other.
+        """
         self.name, self.device = kind, device
-        self._hosts, self._exchange = hosts, exchange
+        self._hosts, self._exchange, self._nccl, self._issuing = hosts, exchange, nccl, issuing
         self._patience = patience(num_ranks_here)
         self._backend: TorchBackend | None = opened.backend
         self._cut = opened.cut
@@ -131,6 +138,8 @@ class TorchTransport:
 
     def _in_order(self, purpose: str, channel: Channel) -> DaemonThreads:
         """The one thread that does this for the calls of a channel, one after the other, as they also end."""
+        if self._issuing is not None and purpose == "issue":
+            return self._issuing
         key = (purpose, channel)
         if key not in self._threads_of:
             self._threads_of[key] = DaemonThreads(f"parallel3d-{self._name_of_group}-{purpose}", limit=1)
@@ -153,6 +162,8 @@ class TorchTransport:
         backend = self._backend
         if backend is None:  # a thread of ours may come late
             raise GroupClosed("the group was given up")
+        if call.strategy != "default" and self._nccl is not None:
+            return self._nccl.issue(call, call.strategy)
         return issue(backend, call, tag)
 
     def _check_then_issue(self, call: Call, outcome: Future[None]) -> None:
@@ -160,7 +171,7 @@ class TorchTransport:
             self._wait_for_room(call)
             self._ledger.post(call)
             header = self._compare_across_hosts(call) if self._notes is not None else None
-            if call.strategy != "default" and not call.is_empty:
+            if call.strategy != "default" and self._nccl is None and not call.is_empty:
                 self._carry_out(call)
                 outcome.set_result(None)
                 return
@@ -235,6 +246,8 @@ class TorchTransport:
         if self._exchange is not None:
             self._exchange.give_up()
         self._cut()
+        if self._nccl is not None:
+            self._nccl.abort()
         self._released = self._release()
 
     async def close(self, deadline: float) -> None:
@@ -249,8 +262,8 @@ class TorchTransport:
 
     def _release(self) -> Future[None]:
         """Give the backend up, in a thread: its destructor waits for calls that have not ended."""
-        backend, under_way = [self._backend], list(self._under_way.values())
-        self._backend = None
+        backend, under_way = [self._backend, self._nccl], list(self._under_way.values())
+        self._backend = self._nccl = None
 
         def release() -> None:
             deadline = time.monotonic() + BACKSTOP
