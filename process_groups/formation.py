@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 
 from process_groups.arena import Arena
@@ -71,6 +72,8 @@ class Formation:
     _pulses: tuple[Pulse, ...] = ()
     _arena: Arena | None = None
     _issuing: DaemonThreads | None = None
+    _store: object = None
+    """Rank 0 may serve it, and ends it by letting go."""
 
     def beat(self) -> None:
         """Show the peers that this rank's event loop moves."""
@@ -84,11 +87,18 @@ class Formation:
 
     async def close(self) -> None:
         """Leave in peace; soon where something has already failed, for a lost peer can't say that it is done."""
+        deadline = time.monotonic() + _AFTER_A_FAILURE
+        while not self._all_have_formed() and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
         failed = any(group.has_failed for group in self.groups.values())
         closing = (group.close(_AFTER_A_FAILURE if failed else group.timeout) for group in self.groups.values())
         for outcome in await asyncio.gather(*closing, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
+
+    def _all_have_formed(self) -> bool:
+        """Whether no peer on this host needs the store any more, to see that the mesh is formed."""
+        return all(s.heartbeats for s in self._segments) or any(p.is_dead() for p in self._pulses)
 
     def release(self) -> None:
         """Unmap the peers. Their waiting ends with their groups, so this comes last."""

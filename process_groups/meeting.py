@@ -34,6 +34,8 @@ from runtime.environment import InheritedFile, RankEnvironment
 from runtime.errors import CommunicationError, DeadlineExceeded, Mismatch, PeerLost
 from runtime.threads import DaemonThreads
 
+_LOOK = 0.25  # seconds between looks for ranks that have died while others wait for them
+
 
 class Meeting:
     """One rank's part in forming a mesh, step by step."""
@@ -90,7 +92,8 @@ class Meeting:
         self._exchange(store, "formed", True)
         pulses = tuple(pulse for pulse in self._pulses if pulse is not None)
         segments = tuple(filter(None, self._segments))
-        return Formation(self._rank, topology, hosts, groups, own, segments, pulses, self._arena, self._issuing)
+        own.beat()  # from now on the store is not needed
+        return Formation(self._rank, topology, hosts, groups, own, segments, pulses, self._arena, self._issuing, store)
 
     def _left(self) -> float:
         return max(0.001, self._deadline - time.monotonic())
@@ -164,17 +167,16 @@ class Meeting:
         try:
             return Pulse(segment)
         except ProcessLookupError:
-            raise PeerLost(
-                f"start-up: rank {rank} ended before the mesh was formed.", rank=rank, action="start-up"
-            ) from None
+            raise _ended_early(rank) from None
 
     def _exchange(self, store: dist.Store, what: str, mine: Any) -> list[Any]:
         """Tell every rank something, and hear it from each."""
         store.set(f"{what}/{self._rank}", json.dumps(mine))
         keys = [f"{what}/{rank}" for rank in range(self._size)]
-        try:
-            store.wait(keys, timedelta(seconds=self._left()))
-        except (dist.DistStoreError, RuntimeError) as error:
+        while (error := _waited(store, keys, min(self._left(), _LOOK))) is not None:
+            self._check_pulses()
+            if time.monotonic() < self._deadline:
+                continue
             missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
             raise DeadlineExceeded(
                 f"start-up: {'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing[:20])} of {self._size} did "
@@ -184,6 +186,11 @@ class Meeting:
                 action="start-up",
             ) from error
         return [json.loads(store.get(key)) for key in keys]
+
+    def _check_pulses(self) -> None:
+        for rank, pulse in enumerate(self._pulses):
+            if pulse is not None and pulse.is_dead():
+                raise _ended_early(rank)
 
     def _open_group(
         self, store: dist.Store, topology: Topology, name: str, index: int, places: Sequence[Place]
@@ -246,6 +253,21 @@ class Meeting:
 
     def _shares_memory(self, rank: int) -> bool:
         return self._shares[rank][self._rank] and self._shares[self._rank][rank] and self._segments[rank] is not None
+
+
+def _waited(store: dist.Store, keys: list[str], seconds: float) -> Exception | None:
+    """None when all keys are there; the store's error when the time ran out."""
+    try:
+        store.wait(keys, timedelta(seconds=seconds))
+    except dist.DistNetworkError:  # the store itself is gone
+        raise
+    except (dist.DistStoreError, RuntimeError) as error:
+        return error
+    return None
+
+
+def _ended_early(rank: int) -> PeerLost:
+    return PeerLost(f"start-up: rank {rank} ended before the mesh was formed.", rank=rank, action="start-up")
 
 
 def _number_hosts(mapped_by: Sequence[Sequence[bool]]) -> list[int]:

@@ -212,14 +212,20 @@ def test_a_store_whose_port_is_taken_is_refused():
     assert message.endswith(" Choose another MASTER_PORT.")
 
 
-async def die_while_groups_form(tell: Tell, victim: int) -> None:
+async def die_while_groups_form(tell: Tell, victim: int, backend: str, startup_timeout: float) -> None:
     if os.environ["SLURM_PROCID"] == str(victim):
         meeting.open_backend = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-    async with parallel3d.mesh(dp=2, startup_timeout=2.0):
+        meeting.Exchange = meeting.SharedMemoryTransport = meeting.open_backend
+    async with parallel3d.mesh(dp=2, startup_timeout=startup_timeout, backend=backend):
         raise AssertionError("formed without a member")
 
 
-def test_a_rank_that_dies_while_groups_form_is_named(tmp_path):
-    with Ranks(die_while_groups_form, slurm_variables(2, TMPDIR=str(tmp_path)), (1,)) as ranks:
+@pytest.mark.parametrize(
+    ("backend", "startup_timeout", "name"),
+    [("auto", 30.0, "rank 1"), ("gloo", 2.0, "rank 1 (dp=1 tp=0 pp=0)")],  # gloo itself waits until its time is up
+)
+def test_a_rank_that_dies_while_groups_form_is_named(tmp_path, backend, startup_timeout, name):
+    variables = slurm_variables(2, TMPDIR=str(tmp_path))
+    with Ranks(die_while_groups_form, variables, (1, backend, startup_timeout)) as ranks:
         assert ranks[1].finish() == -signal.SIGKILL
-        assert message_of(ranks[0], PeerLost) == ("start-up: rank 1 (dp=1 tp=0 pp=0) ended before the mesh was formed.")
+        assert message_of(ranks[0], PeerLost) == f"start-up: {name} ended before the mesh was formed."
