@@ -44,6 +44,7 @@ def mesh(
     pp: int = 1,
     order: str | Sequence[Sequence[int]] = "auto",
     backend: str = "auto",
+    strategy: str = "default",
     timeout: float = 30.0,
     startup_timeout: float = 120.0,
     threads: int | None = None,
@@ -52,12 +53,13 @@ def mesh(
     """A mesh of all started ranks, to be entered with `async with`.
 
     Give sizes (`mesh(dp=2, tp=2, pp=2)`; what is left out is 1) or a YAML file, where the file says all the rest
-    (`mesh("run.yaml", overrides={"parallel.pp": 4})`). A mesh that the started ranks can't fill is refused here.
+    (`mesh("run.yaml", overrides={"parallel.pp": 4})`). `strategy` is for all-reduces that name none. A mesh that the
+    started ranks can't fill is refused here.
     """
     place = _place_in_process.get()
     environment = read_environment() if place is None else RankEnvironment(place[1], place[0].size)
     rows = order if isinstance(order, str) else tuple(Coords(*row) for row in order)
-    plan = MeshPlan(dp, tp, pp, rows, backend, timeout, startup_timeout)
+    plan = MeshPlan(dp, tp, pp, rows, backend, timeout, startup_timeout, strategy)
     if config is None:
         if overrides:
             raise InvalidCall("mesh: overrides change a YAML file, and none is given.")
@@ -88,6 +90,8 @@ def _configured_mesh(
         backend=config.comm.backend,
         timeout=config.comm.timeout,
         startup_timeout=config.comm.startup_timeout,
+        strategy=config.comm.strategy,
+        strategy_table=config.comm.strategy_table or (),
     )
     return Mesh(plan, config.runtime.threads, environment, place, config)
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from process_groups.arena import Arena
 from process_groups.backends import BACKENDS
 from process_groups.board import Pulse, Segment
-from process_groups.group import Group
+from process_groups.group import STRATEGIES, Group
+from process_groups.strategies.adaptive import Pinned
 from process_groups.topology import AXES, Topology, auto_order
 from runtime.errors import CommunicationError, Coords, InvalidCall, LaunchError
 from runtime.threads import DaemonThreads
@@ -29,11 +30,17 @@ class MeshPlan:
     backend: str = "auto"
     timeout: float = 30.0
     startup_timeout: float = 120.0
+    strategy: str = "default"
+    strategy_table: Pinned = ()
+    """What `adaptive` uses: up to so many bytes this strategy. Empty: it measures."""
 
     def __post_init__(self) -> None:
         self.topology(1)  # checks sizes and order
         if self.backend not in BACKENDS:
             raise InvalidCall(f"backend = {self.backend!r}: give one of {', '.join(BACKENDS)}.")
+        for strategy in (self.strategy, *(name for _, name in self.strategy_table)):
+            if strategy not in STRATEGIES:
+                raise InvalidCall(f"strategy = {strategy!r}: give one of {', '.join(STRATEGIES)}.")
         for name in ("timeout", "startup_timeout"):
             seconds = getattr(self, name)
             if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= 1e9:

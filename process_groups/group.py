@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from process_groups.transport import POINT_TO_POINT, REDUCE_OPS, Call, Transport, describe_terms
+from process_groups.transport import POINT_TO_POINT, REDUCE_OPS, Call, Explanation, Transport, describe_terms
 from process_groups.work import CopyBack, Work
 from runtime.errors import CommunicationError, Coords, DeadlineExceeded, GroupClosed, InvalidCall, name_rank
 
@@ -47,9 +47,10 @@ class Group:
         timeout: float,
         device: torch.device,
         allocate: Allocate | None = None,
+        strategy: str = "default",
     ) -> None:
         self.name, self.ranks, self.rank, self.size = name, tuple(ranks), rank, len(ranks)
-        self.device, self.timeout = device, timeout
+        self.device, self.timeout, self.strategy = device, timeout, strategy
         self._transport, self._allocate = transport, allocate
         self._coords_of = coords_of
         self._under_way: set[Work] = set()
@@ -77,10 +78,15 @@ class Group:
         return torch.empty(size, dtype=dtype, device=self.device) if tensor is None else tensor
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: str = "sum", strategy: str = "default", timeout: float | None = None
+        self, tensor: torch.Tensor, op: str = "sum", strategy: str | None = None, timeout: float | None = None
     ) -> Work:
-        """Every rank's tensor becomes the sum (mean, min, max) of all."""
+        """Every rank's tensor becomes the sum (mean, min, max) of all.
+
+        `strategy` is `default` (the transport's own), `ring`, `tree`, `hierarchical` or `adaptive`; left out, it is
+        the mesh's (`comm.strategy`). Only `default` adds up in the same order on every mesh.
+        """
         self._check_reduction("all_reduce", tensor, op)
+        strategy = self.strategy if strategy is None else strategy
         if strategy not in STRATEGIES:
             raise InvalidCall(f"all_reduce: strategy {strategy!r} is not one of {', '.join(STRATEGIES)}.")
         return self._start("all_reduce", tensor, tensor, tensor, op=op, timeout=timeout, strategy=strategy)
@@ -141,6 +147,16 @@ class Group:
         limit = self._limit(timeout)
         call = Call("barrier", timeout=limit, number=self._number("barrier", None), terms=describe_terms("barrier"))
         return self._issue(call, None, None)
+
+    def explain(self, nbytes: int, strategy: str = "adaptive") -> Explanation:
+        """Which strategy carries an all-reduce of so many bytes out, and why. Local; never waits."""
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
+            raise InvalidCall(f"explain: nbytes = {nbytes!r}: give a number of bytes.")
+        if strategy not in STRATEGIES:
+            raise InvalidCall(f"explain: strategy {strategy!r} is not one of {', '.join(STRATEGIES)}.")
+        if self._transport is None:
+            return Explanation("default", "a group of one has nothing to reduce")
+        return self._transport.explain(strategy, nbytes)
 
     # Checks that need no other rank.
 

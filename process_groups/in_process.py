@@ -11,7 +11,7 @@ import torch
 from process_groups.strategies.arithmetic import combine, finish, wide_dtype
 from process_groups.strategies.programs import program_of
 from process_groups.strategies.together import run_together
-from process_groups.transport import Call, Completion, Place, mismatch, not_made, peer_lost
+from process_groups.transport import Call, Completion, Explanation, Place, mismatch, not_made, peer_lost
 from runtime.errors import CommunicationError, Coords
 
 CPU = torch.device("cpu")
@@ -109,6 +109,11 @@ class InProcessTransport:
             if peer is not None and peer != self._me and self._exchange.issued.get((peer, channel), 0) < call.number
         ]
 
+    def explain(self, strategy: str, num_bytes: int) -> Explanation:
+        if strategy == "adaptive":
+            return Explanation("default", "there is nothing to adapt to in one process")
+        return Explanation(strategy, "one process adds up in rank order" if strategy == "default" else "asked for")
+
     def finished(self, call: Call) -> None:
         """Nothing to tell: the peers' ends were settled together."""
 
@@ -142,7 +147,7 @@ def carry_out(calls: list[Call]) -> None:
     sources = [call.source.clone() for call in calls if call.source is not None]
     targets = [call.target for call in calls if call.target is not None]
     match calls[0].kind:
-        case "all_reduce" if calls[0].strategy != "default":
+        case "all_reduce" if calls[0].strategy not in ("default", "adaptive"):  # nothing to adapt to in one process
             _run_programs(calls[0], sources, targets)
         case "all_reduce":
             total = _reduced(sources, calls[0].op)

@@ -8,6 +8,8 @@ import os
 import socket
 from concurrent.futures import Future
 
+import torch
+
 from process_groups.formation import GROUP_NAMES, Formation, MeshPlan, ranks_of
 from process_groups.group import Group
 from process_groups.in_process import CPU, InProcessWorld
@@ -27,7 +29,16 @@ def form_in_process(plan: MeshPlan, world: InProcessWorld, rank: int) -> Formati
         ranks = ranks_of(topology, name, rank)
         me = ranks.index(rank)
         transport = world.transport(number, name, ranks, me, topology.coords) if len(ranks) > 1 else None
-        groups[name] = Group(name, ranks, me, transport, coords_of=topology.coords, timeout=plan.timeout, device=CPU)
+        groups[name] = Group(
+            name,
+            ranks,
+            me,
+            transport,
+            coords_of=topology.coords,
+            timeout=plan.timeout,
+            device=CPU,
+            strategy=plan.strategy,
+        )
     return Formation(rank, topology, (socket.gethostname(),) * world.size, groups)
 
 
@@ -47,7 +58,16 @@ async def form(plan: MeshPlan, environment: RankEnvironment, number: int) -> For
         raise
     if isinstance(environment.meeting_place, PrivateFile):
         await _remove_meeting_file(formation, environment.meeting_place.path)
+    if plan.strategy == "adaptive" and not plan.strategy_table:
+        await _measure(formation)
     return formation
+
+
+async def _measure(formation: Formation) -> None:
+    """A group's first adaptive call measures."""
+    for group in formation.groups.values():
+        if group.size > 1:
+            await group.all_reduce(torch.zeros(1, device=group.device))
 
 
 def _discard(forming: Future[Formation]) -> None:

@@ -119,6 +119,8 @@ class Meeting:
             "shape": [self._plan.dp, self._plan.tp, self._plan.pp],
             "order": self._plan.order,
             "backend": self._plan.backend,
+            "strategy": self._plan.strategy,
+            "strategy_table": [list(entry) for entry in self._plan.strategy_table],
             "local_world_size": self._environment.local_world_size,
             "segment": own.address,
             "arena": self._arena.address_for_peers if self._arena is not None else None,
@@ -129,7 +131,7 @@ class Meeting:
         return self._exchange(store, "greeting", greeting)
 
     def _check_agreement(self, greetings: Sequence[dict[str, Any]]) -> None:
-        for what in ("shape", "order", "backend"):
+        for what in ("shape", "order", "backend", "strategy", "strategy_table"):
             mine = greetings[self._rank][what]
             for rank, greeting in enumerate(greetings):
                 if greeting[what] != mine:
@@ -207,7 +209,8 @@ class Meeting:
             if all(self._shares[one][other] and self._segments[one] for one in ranks for other in ranks):
                 arenas = [arena for rank in ranks if (arena := self._arenas[rank]) is not None]
                 num_here = sum(self._shares[self._rank])
-                transport = SharedMemoryTransport(name, members, arenas, me, self._layouts[index], num_here)
+                pinned = self._plan.strategy_table
+                transport = SharedMemoryTransport(name, members, arenas, me, self._layouts[index], num_here, pinned)
             else:
                 group_store = dist.PrefixStore(f"{name}/{ranks[0]}", store)
                 transport = self._connect(kind, group_store, index, ranks, members, device)
@@ -220,6 +223,7 @@ class Meeting:
             timeout=self._plan.timeout,
             device=device,
             allocate=self._arena.empty if self._arena is not None else None,
+            strategy=self._plan.strategy,
         )
 
     def _connect(

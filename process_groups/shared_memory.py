@@ -11,14 +11,16 @@ from process_groups.arena import Mapping
 from process_groups.exchange import Exchange
 from process_groups.lane import Lane, Steps, Task, is_short
 from process_groups.ledger import Ledger, Member
-from process_groups.shared_collectives import steps_of
+from process_groups.shared_collectives import FLAT, steps_of
 from process_groups.shared_layout import GroupLayout
 from process_groups.shared_packets import Packets
 from process_groups.signals import patience
+from process_groups.strategies.adaptive import Adaptive, Pinned
 from process_groups.strategies.execute import SharedLink, all_reduce_steps
+from process_groups.strategies.measurements import layout_of
 from process_groups.strategies.program import Program
 from process_groups.strategies.programs import program_of
-from process_groups.transport import POINT_TO_POINT, Call
+from process_groups.transport import POINT_TO_POINT, Call, Explanation
 from runtime.errors import CommunicationError, GroupClosed
 
 CPU = torch.device("cpu")
@@ -38,6 +40,7 @@ class SharedMemoryTransport:
         me: int,
         layout: GroupLayout,
         num_ranks_here: int,
+        pinned: Pinned = (),
     ) -> None:
         self._name_of_group = group_name
         self._ledger = Ledger(group_name, members, me)
@@ -46,6 +49,7 @@ class SharedMemoryTransport:
         self._collectives = self._make_lane("collectives")
         self._packets = Packets(arenas, me, layout, self._make_lane)
         self._links = {peer: SharedLink(self._exchange, peer) for peer in range(len(arenas)) if peer != me}
+        self._adaptive = Adaptive(self._steps, self._scratch, me, layout_of(self.name, (0,) * len(arenas)), pinned)
         self._left_behind: list[Call] = []
         self._has_given_up = False
 
@@ -58,17 +62,39 @@ class SharedMemoryTransport:
 
     def start(self, call: Call) -> Task:
         lane, steps = self._lane_and_steps(call)
-        return lane.add(call, self._ledger.posted(call, steps), is_short(call))
+        short = is_short(call) and (call.strategy != "adaptive" or self._adaptive.is_ready)
+        return lane.add(call, self._ledger.posted(call, steps), short)
 
     def _lane_and_steps(self, call: Call) -> tuple[Lane, Steps]:
         if call.kind in POINT_TO_POINT:
             return self._packets.lane_and_steps(call)
         if call.is_empty:
             return self._collectives, iter(())
-        if call.strategy == "default":
-            return self._collectives, steps_of(self._exchange, call)
-        program = partial(self._program, call.strategy)
-        return self._collectives, all_reduce_steps(call, program, self._links, self._exchange, self._exchange.size)
+        if call.strategy == "adaptive":
+            return self._collectives, self._adaptive.steps(call)
+        return self._collectives, self._steps(call, call.strategy)
+
+    def _steps(self, call: Call, strategy: str) -> Steps:
+        if strategy == "default":
+            return steps_of(self._exchange, call)
+        program = partial(self._program, strategy)
+        return all_reduce_steps(call, program, self._links, self._exchange, self._exchange.size)
+
+    def _scratch(self, num_bytes: int) -> torch.Tensor:
+        registered = self._exchange.own.empty((num_bytes,), torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8) if registered is None else registered
+
+    def explain(self, strategy: str, num_bytes: int) -> Explanation:
+        if strategy == "adaptive":
+            return self._adaptive.explain(num_bytes)
+        if strategy != "default":
+            return Explanation(strategy, "asked for")
+        how = (
+            "every rank adds up all ranks' values from their staging slots"
+            if num_bytes <= FLAT
+            else "each rank reduces its slice from its peers' buffers and writes it to all, in place if registered"
+        )
+        return Explanation("default", f"shared memory's own way; {how}")
 
     def _program(self, strategy: str, numel: int) -> Program:
         return program_of(strategy, self._exchange.size, self._exchange.me, numel, (0,) * self._exchange.size)

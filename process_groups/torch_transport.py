@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
@@ -17,16 +18,18 @@ import torch.distributed as dist
 
 from process_groups.backends import BACKSTOP, OpenBackend, TorchBackend, TorchWork, issue
 from process_groups.exchange import Exchange
-from process_groups.lane import Lane, Task, is_short
+from process_groups.lane import Lane, Steps, Task, is_short
 from process_groups.ledger import Ledger, Member
 from process_groups.nccl_strategies import NcclStrategies
 from process_groups.network_link import NetworkLink
 from process_groups.shared_packets import Packets
 from process_groups.signals import Abandoned, patience
 from process_groups.store_notes import StoreNotes
+from process_groups.strategies.adaptive import Adaptive, Pinned
 from process_groups.strategies.execute import Link, SharedLink, all_reduce_steps
+from process_groups.strategies.measurements import layout_of
 from process_groups.strategies.programs import program_of
-from process_groups.transport import POINT_TO_POINT, Call, Completion
+from process_groups.transport import POINT_TO_POINT, Call, Completion, Explanation
 from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, PeerLost
 from runtime.threads import DaemonThreads
 
@@ -72,6 +75,7 @@ class TorchTransport:
         num_ranks_here: int = 1,
         nccl: NcclStrategies | None = None,
         issuing: DaemonThreads | None = None,
+        pinned: Pinned = (),
     ) -> None:
         """`hosts` are numbers, one for each rank; `exchange` is shared with those on this host, if there is one.
 
@@ -94,6 +98,7 @@ class TorchTransport:
         self._num_later = 0
         self._counting = threading.Lock()
         self._packets = Packets(exchange.arenas, me, exchange.layout, self._make_lane) if exchange is not None else None
+        self._adaptive = Adaptive(self._steps, self._scratch, me, layout_of(kind, hosts), pinned)
         self._links = {peer: self._link(peer) for peer in range(len(members)) if peer != me}
 
     def _make_lane(self, what: str) -> Lane:
@@ -171,7 +176,7 @@ class TorchTransport:
             self._wait_for_room(call)
             self._ledger.post(call)
             header = self._compare_across_hosts(call) if self._notes is not None else None
-            if call.strategy != "default" and self._nccl is None and not call.is_empty:
+            if call.strategy != "default" and not call.is_empty:
                 self._carry_out(call)
                 outcome.set_result(None)
                 return
@@ -186,15 +191,29 @@ class TorchTransport:
                 self._num_later -= 1
 
     def _carry_out(self, call: Call) -> None:
-        """A strategy's program, in this thread."""
-        size, me, exchange = len(self._members), self._me, self._exchange
-        steps = all_reduce_steps(
-            call, lambda numel: program_of(call.strategy, size, me, numel, self._hosts), self._links, exchange, size
-        )
-        for counter, target in steps:
-            assert exchange is not None
-            if not counter.reaches(target, math.inf, self._patience, exchange.is_abandoned):
-                raise AssertionError("waited for ever")
+        """An all-reduce by a strategy, in this thread."""
+        adaptive = call.strategy == "adaptive"
+        for counter, target in self._adaptive.steps(call) if adaptive else self._steps(call, call.strategy):
+            assert self._exchange is not None
+            assert counter.reaches(target, math.inf, self._patience, self._exchange.is_abandoned)
+
+    def _steps(self, call: Call, strategy: str) -> Steps:
+        if strategy == "default" or self._nccl is not None:
+            work = self._hand_over(replace(call, strategy=strategy), tag=0)
+            _wait_for(work, call.timeout, self.device)
+            return iter(())
+        size, me = len(self._members), self._me
+        program = partial(program_of, strategy, size, me, hosts=self._hosts)
+        return all_reduce_steps(call, program, self._links, self._exchange, size)
+
+    def _scratch(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def explain(self, strategy: str, num_bytes: int) -> Explanation:
+        if strategy == "adaptive":
+            return self._adaptive.explain(num_bytes)
+        why = f"{self.name}'s own way" if strategy == "default" else "asked for"
+        return Explanation(strategy, why)
 
     def _wait_for_room(self, call: Call) -> None:
         deadline = time.monotonic() + call.timeout

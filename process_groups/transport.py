@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
 
@@ -39,8 +39,8 @@ def describe_terms(
 class Call:
     """One collective, send or receive as this rank makes it. Tensors are contiguous and never need a gradient.
 
-    `source` is read and `target` is written; for an in-place call they are the same tensor. Nothing is changed
-    after it was made.
+    `source` is read and `target` is written; for an in-place call they are the same tensor. Nothing but
+    `carried_out_by` is changed after it was made.
     """
 
     kind: str
@@ -60,7 +60,10 @@ class Call:
     """What the ranks must agree on, see `describe_terms`."""
 
     strategy: str = "default"
-    """How an all-reduce is carried out: default, ring, tree or hierarchical."""
+    """How an all-reduce is carried out: default, ring, tree, hierarchical or adaptive."""
+
+    carried_out_by: str | None = None
+    """The strategy that `adaptive` chose."""
 
     @property
     def is_point_to_point(self) -> bool:
@@ -120,6 +123,20 @@ def not_made(call: Call, num_made: int, last_terms: str | None) -> str:
     return f"has not called it; {last}"
 
 
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What carries an all-reduce of some size out, and why."""
+
+    strategy: str
+    why: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    """What each strategy is known to take for such a size."""
+
+    def __str__(self) -> str:
+        known = ", ".join(f"{name} {seconds * 1e6:,.0f} µs" for name, seconds in self.seconds.items())
+        return f"{self.strategy}: {self.why}" + (f" ({known})" if known else "")
+
+
 class Completion(Protocol):
     """The end of one started call."""
 
@@ -151,6 +168,9 @@ class Transport(Protocol):
 
     def culprit(self, call: Call) -> tuple[int, str] | None:
         """For a call that took too long: a group rank that keeps it from ending, and how, as `not_made` says it."""
+
+    def explain(self, strategy: str, num_bytes: int) -> Explanation:
+        """What carries an all-reduce out that asks for this strategy, and why."""
 
     def finished(self, call: Call) -> None:
         """The call ended well and this rank has seen it."""

@@ -12,9 +12,9 @@ from pydantic_core import PydanticCustomError
 
 from parallel3d.config.errors import enumerate_words, nearest
 
-# The one place to extend when a strategy or a compression arrives with its code.
-CommStrategy = Literal["default"]
-Compression = Literal["none"]
+CommStrategy = Literal["default", "ring", "tree", "hierarchical", "adaptive"]
+SingleStrategy = Literal["default", "ring", "tree", "hierarchical"]
+Compression = Literal["none"]  # to be extended when a compression arrives with its code
 
 Backend = Literal["auto", "gloo", "nccl"]
 MemoryStrategy = Literal["basic", "standard", "aggressive", "extreme"]
@@ -25,6 +25,7 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "round-robin", "zero-bubb
 NEEDS_VIRTUAL_STAGES = frozenset(("interleaved", "round-robin"))
 IMPLIES_TWO_VIRTUAL_STAGES = frozenset(("zbv", "dualpipe-v"))
 
+StrategyTable = tuple[tuple[int, str], ...]
 RankTable = tuple[tuple[int, int, int], ...]
 
 _AXES = ("dp", "tp", "pp")
@@ -85,6 +86,19 @@ def choice_refusal(value: Any, choices: tuple[str, ...], also: str = "") -> Pyda
     return refusal(f"must be {enumerate_words([*choices, *([also] if also else [])])}.", remedy)
 
 
+def _strategy_table(value: Any) -> StrategyTable:
+    names = get_args(SingleStrategy)
+    if not isinstance(value, dict) or not value:
+        raise refusal(
+            "must map sizes to strategies: up to this size, this strategy.",
+            'For example {"64 KiB": tree, "1 GiB": ring}; what is larger uses the last.',
+        )
+    for strategy in value.values():
+        if strategy not in names:
+            raise choice_refusal(strategy, names)
+    return tuple(sorted((_size(size), strategy) for size, strategy in value.items()))
+
+
 def _schedule(value: Any) -> str:
     names = get_args(ScheduleName)
     if isinstance(value, str) and (value in names or (value.startswith("csv:") and len(value) > len("csv:"))):
@@ -133,6 +147,12 @@ Duration = Annotated[
     float,
     PlainValidator(_duration),
     WithJsonSchema({"type": ["number", "string"], "examples": [30, "30s", "2min"]}),
+]
+AdaptiveTable = Annotated[
+    StrategyTable,
+    PlainValidator(_strategy_table),
+    PlainSerializer(lambda table: {f"{size} B": strategy for size, strategy in table}),
+    WithJsonSchema({"type": "object", "additionalProperties": {"enum": list(get_args(SingleStrategy))}}),
 ]
 Schedule = Annotated[
     str,

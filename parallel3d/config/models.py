@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 from parallel3d.config import scalars
 from parallel3d.config.fields import (
     IMPLIES_TWO_VIRTUAL_STAGES,
+    AdaptiveTable,
     Backend,
     CommStrategy,
     Compression,
@@ -146,9 +147,16 @@ class Comm(Section):
     """How ranks talk."""
 
     backend: Backend = "auto"
-    """`gloo` for CPU tensors, `nccl` for CUDA; `auto` chooses by the device."""
+    """`auto`: `nccl` where there is a CUDA device; else shared memory between ranks of one host, and `gloo` between
+    hosts. `gloo` or `nccl`: that, for everything."""
     strategy: CommStrategy = "default"
-    """How an all-reduce is carried out. `default` is the transport's own way."""
+    """How all-reduces are carried out that don't say it themselves. `default`: the transport's own way, direct slice
+    reduction in shared memory, else torch's; it alone adds up in the same order on every mesh. `ring`:
+    reduce-scatter and all-gather around a ring. `tree`: a double binary tree. `hierarchical`: inside each host,
+    across hosts, inside each host. `adaptive`: for each size what is fastest, measured when groups form."""
+    strategy_table: AdaptiveTable | None = None
+    """What `adaptive` uses, instead of measuring: a map from sizes to strategies, such as
+    `{"64 KiB": tree, "1 GiB": ring}`. Up to a size its strategy is used, and above the last one the last."""
     bucket_size: Size = 25 << 20
     """Gradients are reduced in buckets of about this size: an integer is bytes, text has a unit. The default
     is 25 MiB, as in torch's DDP."""

@@ -45,6 +45,7 @@ def test_an_empty_file_is_all_defaults(text, here):
         "comm": {
             "backend": "auto",
             "strategy": "default",
+            "strategy_table": None,
             "bucket_size": 25 * 1024 * 1024,
             "compression": "none",
             "timeout": 30.0,
@@ -230,3 +231,13 @@ def test_to_yaml_keeps_text_that_looks_like_something_else(here):
     args = {"words": words, "numbers": [1e-05, 1e20, 3, True, None], "yes": {"on": 1}}
     config = load_config(None, overrides={"model.factory": "os:walk", "model.args": args}, environ={})
     assert load(config.to_yaml(), here) == config
+
+
+def test_a_strategy_table_is_sorted_by_size_and_can_be_written_down_again(here):
+    (here / "run.yaml").write_text("comm: {strategy: adaptive, strategy_table: {1 GiB: ring, 64 KiB: tree}}")
+    config = load_config("run.yaml")
+    assert config.comm.strategy_table == ((64 << 10, "tree"), (1 << 30, "ring"))
+    written = config.model_dump(mode="json")["comm"]["strategy_table"]
+    assert written == {"65536 B": "tree", "1073741824 B": "ring"}
+    (here / "again.yaml").write_text(f"comm: {{strategy_table: {written}}}")
+    assert load_config("again.yaml").comm.strategy_table == config.comm.strategy_table

@@ -1,0 +1,178 @@
+"""Chooses how an all-reduce of a given size is carried out: measured, agreed by all ranks, refined by real calls.
+
+Everything here happens inside the calls themselves, in their order, so that all ranks choose alike: the first
+adaptive call of a group measures, and every 64th of a size class compares notes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from process_groups.lane import Steps, Wait
+from process_groups.strategies import measurements
+from process_groups.strategies.measurements import Rows
+from process_groups.transport import Call, Explanation
+
+CANDIDATES = ("default", "ring", "tree", "hierarchical")
+_SIZES = (12, 16, 20, 23)  # measured classes: 4 KiB, 64 KiB, 1 MiB, 8 MiB
+_REPEATS = 5
+_BUDGET = 0.25  # seconds that the next size may be expected to take
+_HOPELESS = 4.0  # times slower than the best: not measured at larger sizes
+_PERIOD = 64  # calls of a size class between two comparisons
+_WORTH_A_TRY = 2.0  # times slower than the best, and still tried once a period: things change
+_CLEARLY = 0.9  # a change needs a gain of 10 %, or noise would decide
+
+Pinned = tuple[tuple[int, str], ...]
+"""(bytes, strategy): up to this size this one; above the last, the last."""
+
+Run = Callable[[Call, str], Steps]
+"""Carries out a call by a strategy."""
+
+
+@dataclass(slots=True)
+class _Class:
+    """The calls of one size class."""
+
+    chosen: int
+    num_calls: int = 0
+    best: list[float] = field(default_factory=lambda: [math.inf] * len(CANDIDATES))
+    """Seconds of this rank's fastest call since notes were compared. The last to arrive does not wait for others, so
+    the least over all ranks is what the call itself takes."""
+
+    num_tried: int = 0
+
+
+class Adaptive:
+    """One group's table."""
+
+    def __init__(self, run: Run, scratch: Callable[[int], torch.Tensor], me: int, layout: str, pinned: Pinned) -> None:
+        """`scratch` gives bytes to measure with; `layout` is what measurements are kept for, on a kind of host."""
+        self._run, self._scratch, self._me, self._layout, self._pinned = run, scratch, me, layout, pinned
+        self._rows: Rows = {}
+        self._source = ""
+        self._classes: dict[int, _Class] = {}
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a call does no more than its own work."""
+        return bool(self._rows or self._pinned)
+
+    def steps(self, call: Call) -> Steps:
+        """An adaptive all-reduce."""
+        assert call.target is not None
+        num_bytes = call.target.nbytes
+        if self._pinned:
+            call.carried_out_by = self._pinned_for(num_bytes)
+            yield from self._run(call, call.carried_out_by)
+            return
+        if not self._rows:
+            yield from self._find_rows()
+        size = num_bytes.bit_length()
+        found = self._classes.get(size)
+        if found is None:
+            found = self._classes[size] = _Class(_least(self._row(size)))
+        found.num_calls += 1
+        turn = found.num_calls % _PERIOD
+        index = found.chosen if turn != _PERIOD - 1 else self._to_try(found, size)
+        call.carried_out_by = CANDIDATES[index]
+        began = time.perf_counter()
+        yield from self._run(call, CANDIDATES[index])
+        found.best[index] = min(found.best[index], time.perf_counter() - began)
+        if turn == 0:
+            yield from self._compare(found, size)
+
+    def explain(self, num_bytes: int) -> Explanation:
+        """What an adaptive call of so many bytes would use."""
+        if self._pinned:
+            return Explanation(self._pinned_for(num_bytes), "pinned by comm.strategy_table")
+        if not self._rows:
+            return Explanation("default", "nothing is measured yet; the first adaptive call will")
+        size = num_bytes.bit_length()
+        row, found = self._row(size), self._classes.get(size)
+        index = _least(row) if found is None else found.chosen
+        why = f"the fastest of its size class, {self._source}"
+        if found is not None and found.num_calls >= _PERIOD:
+            why += f" and refined by {found.num_calls // _PERIOD * _PERIOD} calls"
+        known = {name: seconds for name, seconds in zip(CANDIDATES, row, strict=True) if seconds < math.inf}
+        return Explanation(CANDIDATES[index], why, known)
+
+    def _pinned_for(self, num_bytes: int) -> str:
+        return next((name for limit, name in self._pinned if num_bytes <= limit), self._pinned[-1][1])
+
+    def _row(self, size: int) -> list[float]:
+        """The row of the nearest class that has one."""
+        return self._rows[min(self._rows, key=lambda known: (abs(known - size), known))]
+
+    def _to_try(self, found: _Class, size: int) -> int:
+        """Another candidate that may have become the best."""
+        row = self._row(size)
+        worth = [
+            i for i, seconds in enumerate(row) if i != found.chosen and seconds <= _WORTH_A_TRY * row[found.chosen]
+        ]
+        found.num_tried += 1
+        return worth[found.num_tried % len(worth)] if worth else found.chosen
+
+    def _compare(self, found: _Class, size: int) -> Steps:
+        seen = yield from self._agree(found.best, "min")
+        row = [now if now < math.inf else before for now, before in zip(seen, self._row(size), strict=True)]
+        self._rows[size] = row
+        best = _least(row)
+        if row[best] < _CLEARLY * row[found.chosen]:
+            found.chosen = best
+        found.best = [math.inf] * len(CANDIDATES)
+
+    # Measuring.
+
+    def _find_rows(self) -> Steps:
+        """From what an earlier run has kept, as the group's first rank knows it; else by measuring."""
+        kept = measurements.load(self._layout, CANDIDATES) if self._me == 0 else None
+        for size in _SIZES:
+            mine = kept.get(size) if kept is not None else None
+            row = yield from self._agree(mine or [math.inf] * len(CANDIDATES), "min")
+            if row[0] < math.inf:
+                self._rows[size + 1] = row
+        if self._rows:
+            self._source = "measured by an earlier run on this kind of host"
+            return
+        yield from self._measure()
+        self._source = "measured by this group's first adaptive call"
+        if self._me == 0:
+            measurements.save(self._layout, CANDIDATES, {size - 1: row for size, row in self._rows.items()})
+
+    def _measure(self) -> Steps:
+        candidates = set(range(len(CANDIDATES)))
+        for size in _SIZES:
+            values = self._scratch(1 << size).view(torch.float32).zero_()
+            best = [math.inf] * len(CANDIDATES)
+            for _ in range(_REPEATS):  # in turns: a noisy moment shall not decide
+                for index in sorted(candidates):
+                    seconds = yield from self._time(values, CANDIDATES[index])
+                    best[index] = min(best[index], seconds)
+            row = yield from self._agree(best, "max")
+            self._rows[size + 1] = row
+            candidates = {index for index in candidates if row[index] <= _HOPELESS * min(row)}
+            if sum(row[index] for index in candidates) * _REPEATS * 8 > _BUDGET:
+                break
+
+    def _time(self, values: torch.Tensor, strategy: str) -> Generator[Wait, None, float]:
+        """Seconds of a call that all ranks begin together."""
+        yield from self._run(Call("barrier"), "default")
+        began = time.perf_counter()
+        yield from self._run(Call("all_reduce", values, values, op="sum"), strategy)
+        return time.perf_counter() - began
+
+    def _agree(self, row: Sequence[float], op: str) -> Generator[Wait, None, list[float]]:
+        values = torch.tensor(row, dtype=torch.float64)
+        yield from self._run(Call("all_reduce", values, values, op=op), "default")
+        return values.tolist()
+
+
+def _least(row: Sequence[float]) -> int:
+    """The fastest; `default`, which comes first, unless another is clearly faster."""
+    best = min(range(len(row)), key=row.__getitem__)
+    return best if row[best] < _CLEARLY * row[0] else 0
