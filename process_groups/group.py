@@ -51,7 +51,7 @@ class Group:
     ) -> None:
         self.name, self.ranks, self.rank, self.size = name, tuple(ranks), rank, len(ranks)
         self.device, self.timeout, self.strategy = device, timeout, strategy
-        self._transport, self._allocate = transport, allocate
+        self._transport, self._allocate, self._is_cpu = transport, allocate, device.type == "cpu"
         self._coords_of = coords_of
         self._under_way: set[Work] = set()
         self._loop_had_its_turn = 0.0
@@ -161,6 +161,8 @@ class Group:
     # Checks that need no other rank.
 
     def _check_tensor(self, kind: str, tensor: torch.Tensor) -> None:
+        if type(tensor) is torch.Tensor and tensor.is_cpu and self._is_cpu and tensor.layout is torch.strided:
+            return  # nearly always, and as quickly as can be
         if not isinstance(tensor, torch.Tensor):
             raise InvalidCall(f"{kind}: a torch.Tensor is needed, not {type(tensor).__name__}.")
         if tensor.layout is not torch.strided:
@@ -232,9 +234,9 @@ class Group:
         moved_from = None if source is None else _plain(source)
         moved_to = copy_back = None
         if target is not None:
-            _check_writable(kind, target)
             moved_to = moved_from if source is target and moved_from is not None else _plain(target)
-            if moved_to.data_ptr() != target.data_ptr():
+            if moved_to is not target and moved_to.data_ptr() != target.data_ptr():
+                _check_writable(kind, target)
                 copy_back = CopyBack(staging=moved_to, to=target.detach())
             if not target.is_inference():  # autograd shall find out that a tensor it has saved is overwritten
                 torch.autograd.graph.increment_version(target)
@@ -343,7 +345,7 @@ class Group:
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """The same values as bytes in a row: the tensor itself where it already is that, else a copy."""
     if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
-        return tensor.detach()
+        return tensor.detach() if tensor.requires_grad or type(tensor) is not torch.Tensor else tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 

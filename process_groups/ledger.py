@@ -63,7 +63,7 @@ class Ledger:
         return mismatch(self._group_name, call, me, other, their_terms)
 
     def finished(self, call: Call) -> None:
-        (self._own.collectives if call.kind not in POINT_TO_POINT else self._mine(call)).finish()
+        (self._collective_rings[0] if call.kind not in POINT_TO_POINT else self._mine(call)).finish()
 
     def trouble(self, call: Call) -> CommunicationError | None:
         """Why `call` will never end: a peer gave the group up, died, or left without making the call."""

@@ -45,7 +45,7 @@ def _all_reduce_flat(exchange: Exchange, call: Call) -> Steps:
     target, op = call.target, call.op
     assert target is not None
     assert op is not None
-    target = target.view(-1)
+    target = target if target.dim() == 1 else target.view(-1)
     slots = exchange.slots(exchange.next_round, target.numel(), target.dtype)
     slots[exchange.me].copy_(target)
     yield from exchange.everybody(exchange.arrive())

@@ -43,7 +43,8 @@ class SharedMemoryTransport:
         pinned: Pinned = (),
     ) -> None:
         self._name_of_group = group_name
-        self._ledger = Ledger(group_name, members, me)
+        self._ledger = ledger = Ledger(group_name, members, me)
+        self.trouble, self.culprit, self.finished = ledger.trouble, ledger.culprit, ledger.finished
         self._exchange = Exchange(arenas, me, layout)
         self._patience = patience(num_ranks_here)
         self._collectives = self._make_lane("collectives")
@@ -102,15 +103,6 @@ class SharedMemoryTransport:
     def _lanes(self) -> Iterator[Lane]:
         yield self._collectives
         yield from self._packets.lanes()
-
-    def trouble(self, call: Call) -> CommunicationError | None:
-        return self._ledger.trouble(call)
-
-    def culprit(self, call: Call) -> tuple[int, str] | None:
-        return self._ledger.culprit(call)
-
-    def finished(self, call: Call) -> None:
-        self._ledger.finished(call)
 
     def abort(self, error: CommunicationError) -> None:
         if self._has_given_up:

@@ -85,7 +85,8 @@ class Work:
 
     def end_well(self) -> None:
         """The bytes are where they belong; the loop's thread only."""
-        self._finish()
+        if self._copy_back is not None:
+            self._finish()
         self.settle(None)
 
     async def _wait(self) -> None:
