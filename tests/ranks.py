@@ -6,6 +6,7 @@ A fork server that has torch loaded starts them, so that a mesh of four stands w
 from __future__ import annotations
 
 import atexit
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -22,6 +23,9 @@ from tests.processes import SECONDS
 _context = multiprocessing.get_context("forkserver")
 atexit.register(forkserver._forkserver._stop)  # it would end by itself, but only after this process has
 _context.set_forkserver_preload(["__main__", "torch", "parallel3d.rank_mesh", "runtime.loop", __name__])
+
+NETWORK = "PARALLEL3D_TEST_NETWORK"  # the file of the network namespace a rank lives in
+_CLONE_NEWNET = 0x40000000
 
 Tell = Callable[[object], None]
 Main = Callable[..., Coroutine[Any, Any, None]]
@@ -139,6 +143,8 @@ def _live(
 ) -> None:
     """What a rank process does."""
     os.environ.update(environment)
+    if NETWORK in environment:
+        _enter_network(environment[NETWORK])
     tempfile.tempdir = None  # found again, from this rank's TMPDIR
     import parallel3d
 
@@ -147,3 +153,13 @@ def _live(
     except Exception as error:
         mouth.send(error)
         raise SystemExit(1) from None
+
+
+def _enter_network(path: str) -> None:
+    """For this thread and all it will start: nothing of ours may have made a socket yet. Python 3.12 has os.setns."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if ctypes.CDLL(None, use_errno=True).setns(fd, _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns", path)
+    finally:
+        os.close(fd)
