@@ -95,6 +95,8 @@ class StoreNotes:
         return self._reading
 
     def _read(self) -> None:
+        if self._store_is_gone:  # it never comes back, and torch prints a page for each attempt
+            return
         try:
             self._read_all()
         except RuntimeError:  # gone with its host: connections will tell of those who wait for us
@@ -113,10 +115,11 @@ class StoreNotes:
     async def farewell(self, deadline: float) -> None:
         """Say that this rank is done, and wait until all are: a closed socket may lose what a peer has not read."""
         self._stop_publishing()
-        with contextlib.suppress(RuntimeError):
-            await asyncio.wrap_future(self._publish())
-            await asyncio.wrap_future(self._threads.submit(self._store.set, f"left/{self._me}", "1"))
-            await asyncio.wrap_future(self._threads.submit(self._store.add, "num_left", 1))
+        with contextlib.suppress(RuntimeError, TimeoutError):  # behind a cut link, a store never answers
+            async with asyncio.timeout(deadline - time.monotonic()):
+                await asyncio.wrap_future(self._publish())
+                await asyncio.wrap_future(self._threads.submit(self._store.set, f"left/{self._me}", "1"))
+                await asyncio.wrap_future(self._threads.submit(self._store.add, "num_left", 1))
         while time.monotonic() < deadline and not self._is_over():
             await asyncio.wait([asyncio.wrap_future(self._refresh())], timeout=max(0.0, deadline - time.monotonic()))
             await asyncio.sleep(0.01)
