@@ -24,10 +24,10 @@ from tests.processes import SECONDS
 from tests.ranks import NETWORK
 
 BURST = 128 * 1024  # bytes that a rate limit lets through at once: two of the kernel's largest segments
-_QUEUE = 1024 * 1024  # bytes that wait in front of a rate limit; TCP slows down where more are dropped
+_QUEUE = 1024 * 1024  # bytes that wait in front of it; TCP slows down where more are dropped
 _PORT = "29500"  # free: nothing else is in a new namespace
 _UP = ("addrgenmode", "none", "up")  # without IPv6 nothing but the ranks' bytes crosses, and gloo sees one address
-_TOOLS = ("ip", "tc")
+_PACKAGE_OF = {"ip": "iproute2", "tc": "iproute2", "nft": "nftables"}
 
 
 class Refused(Exception):
@@ -46,12 +46,13 @@ def why_not() -> str | None:
     """Why hosts can't be made here; None where they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    missing = [tool for tool in _PACKAGE_OF if shutil.which(tool) is None]
     if missing:
-        return f"network namespaces need {' and '.join(missing)} (Debian: apt-get install iproute2)"
+        packages = dict.fromkeys(_PACKAGE_OF[tool] for tool in missing)
+        return f"hosts of a network need {', '.join(missing)}: apt-get install {' '.join(packages)}"
     try:
         with Hosts(2, rate="1gbit") as hosts:
-            hosts.bytes_sent(0)
+            hosts.cut()
     except Refused as error:
         return f"network namespaces can't be made here: {error}"
     return None
@@ -135,7 +136,8 @@ class Hosts:
 
     def cut(self) -> None:
         """Lose every packet between hosts without a word, as a broken switch would: connections just hang."""
-        self._set_ports("type", "bridge_slave", "state", "0")
+        self._filter("add table bridge cut")
+        self._filter("add chain bridge cut between_hosts { type filter hook forward priority 0; policy drop; }")
 
     def unplug(self) -> None:
         """Pull the cables: each host sees at once that its interface has no carrier."""
@@ -144,11 +146,14 @@ class Hosts:
     def mend(self) -> None:
         """Undo `cut` and `unplug`."""
         self._set_ports("up")
-        self._set_ports("type", "bridge_slave", "state", "3")
+        self._filter("flush ruleset")
 
-    def _set_ports(self, *how: str) -> None:
+    def _set_ports(self, state: str) -> None:
         for host in range(len(self.names)):
-            _run("ip", "-n", self._bridge, "link", "set", "dev", f"port{host}", *how)
+            _run("ip", "-n", self._bridge, "link", "set", f"port{host}", state)
+
+    def _filter(self, rules: str) -> None:
+        _run("ip", "netns", "exec", self._bridge, "nft", rules)
 
     def bytes_sent(self, host: int) -> int:
         """What has left this host so far, headers included. Ranks of one host talk over `lo`, which is not here."""

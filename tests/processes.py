@@ -161,6 +161,16 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def abandoned_memory() -> set[str]:
+    """Files in /dev/shm that no process has open or mapped: other runs may use theirs meanwhile."""
+    found = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
+    for process in Path("/proc").glob("[0-9]*") if found else ():
+        with suppress(OSError):  # it has ended meanwhile
+            found -= {line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines()}
+            found -= {os.path.realpath(fd) for fd in (process / "fd").iterdir()}
+    return {path for path in found if os.path.exists(path)}
+
+
 def write_script(folder: Path, source: str, name: str = "script.py") -> str:
     """A script in this folder; its path."""
     path = folder / name

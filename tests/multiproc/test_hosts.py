@@ -88,6 +88,7 @@ def test_bytes_between_hosts_cannot_be_faster_than_the_network(two_hosts):
 
 
 def test_bytes_within_a_host_do_not_use_the_network(two_hosts):
-    two_hosts.limit("1mbit")  # ten times slower than any deadline here
+    """Not even in a group that spans hosts."""
+    two_hosts.limit("1mbit")  # over the network it would take two minutes
     seconds_from_rank_0_to(1, two_hosts, MANY)
     assert two_hosts.bytes_sent(0) < MANY // 10
