@@ -16,8 +16,10 @@ from process_groups.in_process import CPU, InProcessWorld
 from process_groups.meeting import Meeting
 from process_groups.transport import Place
 from runtime.environment import PrivateFile, RankEnvironment
-from runtime.errors import PeerLost
+from runtime.errors import DeadlineExceeded, Parallel3DError, PeerLost
 from runtime.threads import DaemonThreads
+
+_GRACE = 5.0  # seconds: whoever notices that the time is up says more than that, and torch is slow to give up
 
 
 def form_in_process(plan: MeshPlan, world: InProcessWorld, rank: int) -> Formation:
@@ -52,7 +54,16 @@ async def form(plan: MeshPlan, environment: RankEnvironment, number: int) -> For
     forming = threads.submit(Meeting(plan, environment, number).form)
     threads.stop()
     try:
-        formation = await asyncio.wrap_future(forming)
+        async with asyncio.timeout(plan.startup_timeout + _GRACE):
+            formation = await asyncio.wrap_future(forming)
+    except TimeoutError as late:
+        if isinstance(late, Parallel3DError):
+            raise
+        forming.add_done_callback(_discard)
+        raise DeadlineExceeded(
+            f"start-up: the store did not answer within {plan.startup_timeout:g} s; is its host still reachable?",
+            action="start-up",
+        ) from None
     except asyncio.CancelledError:
         forming.add_done_callback(_discard)
         raise

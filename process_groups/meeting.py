@@ -34,7 +34,7 @@ from runtime.environment import InheritedFile, RankEnvironment
 from runtime.errors import CommunicationError, DeadlineExceeded, Mismatch, PeerLost
 from runtime.threads import DaemonThreads
 
-_LOOK = 0.25  # seconds between looks for ranks that have died while others wait for them
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05  # seconds between looks: a wait of the store's would notice no death
 
 
 class Meeting:
@@ -175,19 +175,24 @@ class Meeting:
         """Tell every rank something, and hear it from each."""
         store.set(f"{what}/{self._rank}", json.dumps(mine))
         keys = [f"{what}/{rank}" for rank in range(self._size)]
-        while (error := _waited(store, keys, min(self._left(), _LOOK))) is not None:
+        pause = _SHORTEST_PAUSE
+        while not store.check(keys):
             self._check_pulses()
-            if time.monotonic() < self._deadline:
-                continue
-            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-            raise DeadlineExceeded(
-                f"start-up: {'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing[:20])} of {self._size} did "
-                f"not come within {self._plan.startup_timeout:g} s. "
-                "Look at their output, or raise comm.startup_timeout.",
-                rank=int(missing[0]) if missing else None,
-                action="start-up",
-            ) from error
+            if time.monotonic() > self._deadline:
+                raise self._nobody_came(store, keys)
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
         return [json.loads(store.get(key)) for key in keys]
+
+    def _nobody_came(self, store: dist.Store, keys: Sequence[str]) -> DeadlineExceeded:
+        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        return DeadlineExceeded(
+            f"start-up: {'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing[:20])} of {self._size} did "
+            f"not come within {self._plan.startup_timeout:g} s. "
+            "Look at their output, or raise comm.startup_timeout.",
+            rank=int(missing[0]) if missing else None,
+            action="start-up",
+        )
 
     def _check_pulses(self) -> None:
         for rank, pulse in enumerate(self._pulses):
@@ -257,17 +262,6 @@ class Meeting:
 
     def _shares_memory(self, rank: int) -> bool:
         return self._shares[rank][self._rank] and self._shares[self._rank][rank] and self._segments[rank] is not None
-
-
-def _waited(store: dist.Store, keys: list[str], seconds: float) -> Exception | None:
-    """None when all keys are there; the store's error when the time ran out."""
-    try:
-        store.wait(keys, timedelta(seconds=seconds))
-    except dist.DistNetworkError:  # the store itself is gone
-        raise
-    except (dist.DistStoreError, RuntimeError) as error:
-        return error
-    return None
 
 
 def _ended_early(rank: int) -> PeerLost:

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 
 from tests.hosts import Hosts, why_not
+
+_folders: list[str] = []
+
+
+def pytest_configure() -> None:
+    """What measurements are kept shall be neither the user's nor left behind; every process inherits this."""
+    _folders.append(tempfile.mkdtemp(prefix="parallel3d-tests-"))
+    os.environ["XDG_CACHE_HOME"] = _folders[-1]
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(_folders.pop(), ignore_errors=True)
 
 
 @pytest.fixture

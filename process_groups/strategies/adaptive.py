@@ -21,7 +21,7 @@ from process_groups.transport import Call, Explanation
 CANDIDATES = ("default", "ring", "tree", "hierarchical")
 _SIZES = (12, 16, 20, 23)  # measured classes: 4 KiB, 64 KiB, 1 MiB, 8 MiB
 _REPEATS = 5
-_BUDGET = 0.25  # seconds that the next size may be expected to take
+_BUDGET = 1.0  # seconds that a size may be expected to take; one that takes longer is measured less often, or not
 _HOPELESS = 4.0  # times slower than the best: not measured at larger sizes
 _PERIOD = 64  # calls of a size class between two comparisons
 _WORTH_A_TRY = 2.0  # times slower than the best, and still tried once a period: things change
@@ -145,18 +145,20 @@ class Adaptive:
             measurements.save(self._layout, CANDIDATES, {size - 1: row for size, row in self._rows.items()})
 
     def _measure(self) -> Steps:
-        candidates = set(range(len(CANDIDATES)))
-        for size in _SIZES:
+        candidates, repeats = set(range(len(CANDIDATES))), _REPEATS
+        for size, next_size in zip(_SIZES, (*_SIZES[1:], math.inf), strict=True):
             values = self._scratch(1 << size).view(torch.float32).zero_()
             best = [math.inf] * len(CANDIDATES)
-            for _ in range(_REPEATS):  # in turns: a noisy moment shall not decide
+            for _ in range(repeats):  # in turns: a noisy moment shall not decide
                 for index in sorted(candidates):
                     seconds = yield from self._time(values, CANDIDATES[index])
                     best[index] = min(best[index], seconds)
             row = yield from self._agree(best, "max")
             self._rows[size + 1] = row
             candidates = {index for index in candidates if row[index] <= _HOPELESS * min(row)}
-            if sum(row[index] for index in candidates) * _REPEATS * 8 > _BUDGET:
+            expected = sum(row[index] for index in candidates) * 2.0 ** (next_size - size)
+            repeats = min(_REPEATS, int(_BUDGET / expected))
+            if repeats == 0:
                 break
 
     def _time(self, values: torch.Tensor, strategy: str) -> Generator[Wait, None, float]:

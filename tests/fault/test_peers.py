@@ -14,6 +14,7 @@ import torch
 import parallel3d
 from parallel3d import CommunicationError, DeadlineExceeded, LaunchError, PeerLost
 from process_groups import meeting
+from tests.processes import abandoned_memory
 from tests.ranks import Rank, Ranks, Tell, slurm_variables, torch_variables
 
 RANKS = 4
@@ -24,9 +25,9 @@ CALLS = ("all_reduce", "barrier", "recv", "send")
 
 @pytest.fixture(autouse=True)
 def nothing_stays_in_shared_memory():
-    before = set(os.listdir("/dev/shm"))
+    before = abandoned_memory()
     yield
-    assert set(os.listdir("/dev/shm")) <= before
+    assert abandoned_memory() <= before
 
 
 def place(rank: int) -> str:
