@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
+from monitoring.collectives import CollectiveRecorder
 from monitoring.loop_lag import LagHistogram, LagMeter
 from process_groups.formation import Formation, MeshPlan
 from process_groups.group import Group
@@ -32,7 +33,7 @@ T = TypeVar("T")
 Place = tuple[InProcessWorld, int]
 
 _mesh_numbers = itertools.count(1)  # counted where meshes are entered, which is in the same order on every rank
-_REPORT_INTERVAL = 1.0  # seconds between two reports of the event loop's lag to the launcher
+_REPORT_INTERVAL = 1.0  # seconds between two reports to the launcher
 _place_in_process: contextvars.ContextVar[Place | None] = contextvars.ContextVar("place_in_process", default=None)
 
 
@@ -110,6 +111,9 @@ class Mesh:
     hosts: tuple[str, ...]
     """The host of each rank."""
 
+    collectives: CollectiveRecorder
+    """The calls on this mesh's groups that ended well here: `events()` gives the latest, `totals()` all added up."""
+
     def __init__(
         self,
         plan: MeshPlan,
@@ -119,7 +123,7 @@ class Mesh:
         config: RunConfig | None = None,
     ) -> None:
         plan.check_world_size(environment.world_size)
-        self.config = config
+        self.config, self.collectives = config, CollectiveRecorder()
         self._plan, self._threads, self._environment, self._place = plan, threads, environment, place
         self._formation: Formation | None = None
         self._engine = DaemonThreads("parallel3d-engine", limit=1)
@@ -143,9 +147,10 @@ class Mesh:
             raise InvalidCall("this mesh was entered before; make a new one with parallel3d.mesh(...).")
         if self._place is None:
             self._set_threads()
-            self._formation = await form(self._plan, self._environment, next(_mesh_numbers))
+            self._number = next(_mesh_numbers)
+            self._formation = await form(self._plan, self._environment, self._number, self.collectives)
         else:
-            self._formation = form_in_process(self._plan, *self._place)
+            self._formation = form_in_process(self._plan, *self._place, self.collectives)
         self.rank, self.topology, self.hosts = (
             self._formation.rank,
             self._formation.topology,
@@ -157,7 +162,7 @@ class Mesh:
         self._lag.start(self._formation.beat)
         if self._control is not None:
             self._control.send("mesh", coords=list(self.coords))
-            self._report_lag()
+            self._report()
         return self
 
     async def __aexit__(
@@ -176,7 +181,7 @@ class Mesh:
             self._lag.stop()
             if self._reporter is not None:
                 self._reporter.cancel()
-                self._send_lag()
+                self._send_report()
             self._engine.stop()
             formation.release()
 
@@ -207,13 +212,14 @@ class Mesh:
         text = "" if isinstance(error, asyncio.CancelledError) else f": {error}"
         return PeerLost(f"{name_rank(self.rank, self.coords)} {why}{text}", rank=self.rank, coords=self.coords)
 
-    def _report_lag(self) -> None:
-        self._send_lag()
-        self._reporter = asyncio.get_running_loop().call_later(_REPORT_INTERVAL, self._report_lag)
+    def _report(self) -> None:
+        self._send_report()
+        self._reporter = asyncio.get_running_loop().call_later(_REPORT_INTERVAL, self._report)
 
-    def _send_lag(self) -> None:
+    def _send_report(self) -> None:
         assert self._control is not None
         self._control.send("loop_lag", **self._lag.histogram.to_wire())
+        self._control.send("collectives", mesh=self._number, **self.collectives.to_wire())
 
 
 async def _noting_the_rank(main: Callable[[], Coroutine[Any, Any, T]], rank: int) -> T:

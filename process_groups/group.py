@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from monitoring.collectives import CollectiveRecorder
 from process_groups.transport import POINT_TO_POINT, REDUCE_OPS, Call, Explanation, Transport, describe_terms
 from process_groups.work import CopyBack, Work
 from runtime.errors import CommunicationError, Coords, DeadlineExceeded, GroupClosed, InvalidCall, name_rank
@@ -26,6 +27,7 @@ Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor | None]
 """Makes a registered buffer; None where there is too little memory for it."""
 
 _TURN = 0.005  # seconds
+_SIZED_BY_RESULT = frozenset(("all_gather", "recv"))  # what is recorded as the size is otherwise the input's
 
 
 class Group:
@@ -48,11 +50,12 @@ class Group:
         device: torch.device,
         allocate: Allocate | None = None,
         strategy: str = "default",
+        recorder: CollectiveRecorder | None = None,
     ) -> None:
         self.name, self.ranks, self.rank, self.size = name, tuple(ranks), rank, len(ranks)
         self.device, self.timeout, self.strategy = device, timeout, strategy
         self._transport, self._allocate, self._is_cpu = transport, allocate, device.type == "cpu"
-        self._coords_of = coords_of
+        self._coords_of, self._recorder = coords_of, recorder
         self._under_way: set[Work] = set()
         self._loop_had_its_turn = 0.0
         self._numbers: dict[tuple[str, int | None] | None, int] = {}
@@ -253,8 +256,9 @@ class Group:
     def _issue(self, call: Call, result: torch.Tensor | None, copy_back: CopyBack | None) -> Work:
         if self._closed is not None:
             raise GroupClosed(f"{call.kind}: group {self.name} is closed: {self._closed}", action=call.describe())
+        began = time.monotonic()
         if self._transport is None:
-            work = Work(self, call, result, copy_back)
+            work = Work(self, call, result, copy_back, began)
             if call.source is not None and call.target is not None:
                 call.target.copy_(call.source.view_as(call.target))
             work.end_well()
@@ -264,7 +268,7 @@ class Group:
             completion = self._transport.start(call)  # before all else that need not be done first: peers wait
         except CommunicationError as refused:
             error = refused
-        work = Work(self, call, result, copy_back, completion)
+        work = Work(self, call, result, copy_back, began, completion)
         self._under_way.add(work)
         if error is not None:
             self._fail(work, error)
@@ -274,6 +278,15 @@ class Group:
         self._under_way.discard(work)
         if error is None and self._transport is not None:
             self._transport.finished(work.call)
+        if error is None and self._recorder is not None:
+            self._record(work, self._recorder)
+
+    def _record(self, work: Work, recorder: CollectiveRecorder) -> None:
+        seconds, call = time.monotonic() - work.began, work.call
+        tensor = call.target if call.kind in _SIZED_BY_RESULT else call.source
+        num_bytes = 0 if tensor is None else tensor.nbytes
+        strategy = call.carried_out_by or call.strategy
+        recorder.record(self.name, call.kind, strategy, call.strategy, num_bytes, self.size, seconds, work.began)
 
     def _has_kept_the_loop(self) -> bool:
         """Whether calls that ended on the spot have kept everything else from running for some milliseconds."""

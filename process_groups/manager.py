@@ -10,6 +10,7 @@ from concurrent.futures import Future
 
 import torch
 
+from monitoring.collectives import CollectiveRecorder
 from process_groups.formation import GROUP_NAMES, Formation, MeshPlan, ranks_of
 from process_groups.group import Group
 from process_groups.in_process import CPU, InProcessWorld
@@ -22,7 +23,9 @@ from runtime.threads import DaemonThreads
 _GRACE = 5.0  # seconds: whoever notices that the time is up says more than that, and torch is slow to give up
 
 
-def form_in_process(plan: MeshPlan, world: InProcessWorld, rank: int) -> Formation:
+def form_in_process(
+    plan: MeshPlan, world: InProcessWorld, rank: int, recorder: CollectiveRecorder | None = None
+) -> Formation:
     """The mesh of a rank that is a task of this process."""
     plan.check_world_size(world.size)
     topology, number = plan.topology(world.size), world.next_mesh(rank)
@@ -40,18 +43,21 @@ def form_in_process(plan: MeshPlan, world: InProcessWorld, rank: int) -> Formati
             timeout=plan.timeout,
             device=CPU,
             strategy=plan.strategy,
+            recorder=recorder,
         )
     return Formation(rank, topology, (socket.gethostname(),) * world.size, groups)
 
 
-async def form(plan: MeshPlan, environment: RankEnvironment, number: int) -> Formation:
+async def form(
+    plan: MeshPlan, environment: RankEnvironment, number: int, recorder: CollectiveRecorder | None = None
+) -> Formation:
     """The mesh of a rank that is a process; its n-th is the n-th of every other rank.
 
     Meeting blocks, so a thread does it and the loop stays free.
     """
     plan.check_world_size(environment.world_size)
     threads = DaemonThreads("parallel3d-form", limit=1)
-    forming = threads.submit(Meeting(plan, environment, number).form)
+    forming = threads.submit(Meeting(plan, environment, number, recorder).form)
     threads.stop()
     try:
         async with asyncio.timeout(plan.startup_timeout + _GRACE):

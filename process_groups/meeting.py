@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from monitoring.collectives import CollectiveRecorder
 from process_groups.arena import Arena, ArenaUnavailable, Mapping, open_peer
 from process_groups.backends import choose_backend, device_of, explain_store_error, open_backend, open_store
 from process_groups.board import Pulse, Segment
@@ -40,8 +41,10 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05  # seconds between looks: a wait o
 class Meeting:
     """One rank's part in forming a mesh, step by step."""
 
-    def __init__(self, plan: MeshPlan, environment: RankEnvironment, number: int) -> None:
-        self._plan, self._environment, self._number = plan, environment, number
+    def __init__(
+        self, plan: MeshPlan, environment: RankEnvironment, number: int, recorder: CollectiveRecorder | None = None
+    ) -> None:
+        self._plan, self._environment, self._number, self._recorder = plan, environment, number, recorder
         self._deadline = time.monotonic() + plan.startup_timeout
         self._rank, self._size = environment.rank, environment.world_size
         self._group_sizes = (self._size, plan.dp, plan.tp, plan.pp)
@@ -229,6 +232,7 @@ class Meeting:
             device=device,
             allocate=self._arena.empty if self._arena is not None else None,
             strategy=self._plan.strategy,
+            recorder=self._recorder,
         )
 
     def _connect(

@@ -65,6 +65,9 @@ class Call:
     carried_out_by: str | None = None
     """The strategy that `adaptive` chose."""
 
+    carried_out_by: str | None = None
+    """The strategy that `adaptive` chose."""
+
     @property
     def is_point_to_point(self) -> bool:
         return self.kind in POINT_TO_POINT

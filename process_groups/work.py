@@ -35,7 +35,7 @@ class Work:
 
     __slots__ = (
         "_completion", "_copy_back", "_deadline", "_ended", "_error", "_group", "_result", "_timer", "_unnamed",
-        "_waiters", "call",
+        "_waiters", "began", "call",
     )  # fmt: skip
 
     def __init__(
@@ -44,11 +44,12 @@ class Work:
         call: Call,
         result: torch.Tensor | None,
         copy_back: CopyBack | None,
+        began: float,
         completion: Completion | None = None,
     ) -> None:
-        self.call = call
+        self.call, self.began = call, began
         self._group, self._result, self._copy_back, self._completion = group, result, copy_back, completion
-        self._deadline = time.monotonic() + call.timeout
+        self._deadline = began + call.timeout
         self._ended = False
         self._error: CommunicationError | None = None
         self._waiters: list[asyncio.Future[None]] = []

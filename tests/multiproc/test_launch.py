@@ -7,6 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import time
+import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from runtime.errors import Coords, LaunchError
 from runtime.launch import LaunchSpec, launch
 from runtime.processes import marked
 from runtime.script import Target
-from tests.processes import MARK, ROOT, Launched, write_script
+from tests.processes import MARK, ROOT, SECONDS, Launched, wait_for_end, write_script
 
 
 def run(*args: str, **options) -> tuple[int, str, str]:
@@ -363,6 +366,72 @@ def test_torch_ranks_meet_through_the_store(tmp_path):
     code, out, err = run("-n", "4", "--no-prefix", script, preload="torch,torch.distributed")
     threads = max(1, len(os.sched_getaffinity(0)) // 4)
     assert (code, out, err) == (0, f"6.0 {threads}\n" * 4, "")
+
+
+def scrape_until(url: str, lines: Sequence[str], seconds: float = SECONDS) -> str:
+    """The metrics, once they have these lines."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            text = answer.read().decode()
+        if set(lines) <= set(text.splitlines()):
+            return text
+        assert time.monotonic() < deadline, text
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_the_ranks_calls_are_in_the_metrics_and_stay_there(tmp_path):
+    script = write_script(
+        tmp_path,
+        f"""
+        import asyncio, os, torch, parallel3d
+
+        async def main():
+            for strategies in (["default"], ["ring", "ring"], ["ring"]):
+                async with parallel3d.mesh(dp=2) as mesh:
+                    for strategy in strategies:
+                        await mesh.dp.all_reduce(torch.ones(1000), strategy=strategy)
+                    if strategies == ["default"]:
+                        await mesh.world.barrier()
+                        await asyncio.to_thread(lambda: open(f"{tmp_path}/inside{{mesh.rank}}").read())
+            if mesh.rank == 0:
+                print(os.getpid(), flush=True)
+            else:
+                open("{tmp_path}/after").read()
+
+        parallel3d.run(main)
+        """,
+    )
+    for name in ("inside0", "inside1", "after"):
+        os.mkfifo(tmp_path / name)
+    ring = [f'{{group="dp",kind="all_reduce",rank="{rank}",strategy="ring"}}' for rank in range(2)]
+    default = [each.replace("ring", "default") for each in ring]
+    barrier = [f'{{group="world",kind="barrier",rank="{rank}",strategy="default"}}' for rank in range(2)]
+    first = [
+        *(f"parallel3d_collective_calls_total{each} 1.0" for each in (*default, *barrier)),
+        *(f"parallel3d_collective_bytes_total{each} 4000.0" for each in default),
+    ]
+    with Launched("-n", "2", "--metrics-port", "0", script, preload=None) as launched:
+        url = launched.stderr.wait_for(r"^metrics: (\S+)$")[1]
+        text = scrape_until(url, first)  # reported while the mesh is up
+        assert 'strategy="ring"' not in text
+        for rank in range(2):
+            (tmp_path / f"inside{rank}").write_text("go")
+        last = [
+            *first,
+            *(f"parallel3d_collective_calls_total{each} 3.0" for each in ring),
+            *(f"parallel3d_collective_bytes_total{each} 12000.0" for each in ring),
+        ]
+        rank_0 = int(launched.stdout.wait_for(r"^\[0\] (\d+)$")[1])
+        wait_for_end(rank_0, time.monotonic() + SECONDS)
+        text = scrape_until(url, last)  # of three meshes, which have ended
+        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        for each in (*default, *ring):
+            assert 0.0 < float(values[f"parallel3d_collective_seconds_total{each}"]) < SECONDS
+            assert 0.0 < float(values[f"parallel3d_collective_bus_bandwidth_bytes_per_second{each}"]) < 1e12
+        (tmp_path / "after").write_text("go")
+        assert launched.finish() == 0
 
 
 def spec(script: str, mark: str, num_ranks: int = 2) -> LaunchSpec:
