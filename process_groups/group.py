@@ -282,10 +282,10 @@ class Group:
             self._record(work, self._recorder)
 
     def _record(self, work: Work, recorder: CollectiveRecorder) -> None:
-        seconds, call = time.monotonic() - work.began, work.call
+        seconds, call = work.ended_at() - work.began, work.call
         tensor = call.target if call.kind in _SIZED_BY_RESULT else call.source
         num_bytes = 0 if tensor is None else tensor.nbytes
-        strategy = call.carried_out_by or call.strategy
+        strategy = call.carried_out_by or ("default" if call.strategy == "adaptive" else call.strategy)
         recorder.record(self.name, call.kind, strategy, call.strategy, num_bytes, self.size, seconds, work.began)
 
     def _has_kept_the_loop(self) -> bool:

@@ -128,6 +128,8 @@ class InProcessTransport:
 class _Arrival:
     """The end of a call that waits for other tasks of the same loop: waiting inline could only block them."""
 
+    ended_at = None
+
     def __init__(self, outcome: Future[None]) -> None:
         self._outcome = outcome
 

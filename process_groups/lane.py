@@ -98,12 +98,13 @@ class Lane:
 class Task:
     """One call on its lane, and its Completion."""
 
-    __slots__ = ("_callbacks", "_error", "_lane", "_steps", "_waits_for", "call", "ended")
+    __slots__ = ("_callbacks", "_error", "_lane", "_steps", "_waits_for", "call", "ended", "ended_at")
 
     def __init__(self, lane: Lane, call: Call, steps: Steps) -> None:
         self._lane, self.call, self._steps = lane, call, steps
         self._waits_for: Wait | None = None
         self.ended = False
+        self.ended_at: float | None = None
         self._error: CommunicationError | None = None
         self._callbacks: list[Callable[[Completion], None]] = []
 
@@ -130,7 +131,7 @@ class Task:
     def _end(self, error: CommunicationError | None) -> None:
         self._steps = iter(())  # with it go the tensors that it holds
         with self._lane.ending:
-            self._error, self.ended = error, True
+            self._error, self.ended_at, self.ended = error, time.monotonic(), True
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback(self)

@@ -300,6 +300,8 @@ class TorchTransport:
 class TorchCompletion:
     """The end of a collective that gloo's own threads carry out."""
 
+    ended_at = None
+
     def __init__(self, work: TorchWork) -> None:
         self._work = work
 
@@ -332,6 +334,8 @@ class TorchCompletion:
 
 class ThreadCompletion:
     """The end of a call that a thread of ours waits for."""
+
+    ended_at = None
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future

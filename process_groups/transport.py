@@ -65,9 +65,6 @@ class Call:
     carried_out_by: str | None = None
     """The strategy that `adaptive` chose."""
 
-    carried_out_by: str | None = None
-    """The strategy that `adaptive` chose."""
-
     @property
     def is_point_to_point(self) -> bool:
         return self.kind in POINT_TO_POINT
@@ -142,6 +139,10 @@ class Explanation:
 
 class Completion(Protocol):
     """The end of one started call."""
+
+    @property
+    def ended_at(self) -> float | None:
+        """The moment it ended, of time.monotonic, where that is known."""
 
     def ended_well(self, seconds: float) -> bool:
         """Whether the call has ended without error; may wait so long where that costs less than a hand-over."""

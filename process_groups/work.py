@@ -66,6 +66,11 @@ class Work:
             self.watch()
         return self._ended
 
+    def ended_at(self) -> float:
+        """When it ended, as far as that is known: it may have been before anybody looked."""
+        known = None if self._completion is None else self._completion.ended_at
+        return time.monotonic() if known is None else known
+
     def __await__(self) -> Generator[object, None, torch.Tensor]:
         if not self._ended:
             if not self._ends_within(_INLINE):

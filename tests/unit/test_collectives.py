@@ -198,6 +198,8 @@ class SlowTransport:
             call.carried_out_by = "tree"
         return self
 
+    ended_at = None
+
     def ended_well(self, seconds):
         self._clock.now += 0.5
         return True
