@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from process_groups.signals import Abandoned, Counter
+from process_groups.signals import Abandoned, Counter, Patience
 from process_groups.transport import Call, Completion
 from runtime.errors import CommunicationError
 from runtime.threads import DaemonThreads
@@ -35,7 +35,11 @@ class Lane:
     """One channel's calls, in the order they were made."""
 
     def __init__(
-        self, name: str, patience: int, is_abandoned: Callable[[], bool], explain: Callable[[Call], CommunicationError]
+        self,
+        name: str,
+        patience: Patience,
+        is_abandoned: Callable[[], bool],
+        explain: Callable[[Call], CommunicationError],
     ) -> None:
         self.patience, self.is_abandoned, self.explain = patience, is_abandoned, explain
         self._tasks: deque[Task] = deque()

@@ -35,6 +35,7 @@ class Ledger:
         self._own = own
         self._seen = [(i, m) for i, m in enumerate(members) if i != me and m.page is not None]
         self._room_until = 0
+        self._rings_of: dict[tuple[str, int | None], tuple[Ring, list[tuple[int, Ring]]]] = {}
         self._collective_rings = own.collectives, [(i, m.page.collectives) for i, m in self._seen if m.page]
 
     def post(self, call: Call) -> None:
@@ -63,7 +64,7 @@ class Ledger:
         return mismatch(self._group_name, call, me, other, their_terms)
 
     def finished(self, call: Call) -> None:
-        (self._collective_rings[0] if call.kind not in POINT_TO_POINT else self._mine(call)).finish()
+        (self._collective_rings if call.kind not in POINT_TO_POINT else self._pair_rings(call))[0].finish()
 
     def trouble(self, call: Call) -> CommunicationError | None:
         """Why `call` will never end: a peer gave the group up, died, or left without making the call."""
@@ -132,7 +133,11 @@ class Ledger:
         return [(i, m) for i, m in self._seen if i == call.peer] if call.is_point_to_point else self._seen
 
     def _pair_rings(self, call: Call) -> tuple[Ring, list[tuple[int, Ring]]]:
-        return self._mine(call), [(index, self._theirs(call, index)) for index, _ in self._partners(call)]
+        rings = self._rings_of.get((call.kind, call.peer))
+        if rings is None:
+            theirs = [(index, self._theirs(call, index)) for index, _ in self._partners(call)]
+            rings = self._rings_of[call.kind, call.peer] = self._mine(call), theirs
+        return rings
 
     def _mine(self, call: Call) -> Ring:
         if not call.is_point_to_point:

@@ -18,6 +18,7 @@ from process_groups.signals import Counter
 from process_groups.transport import Call
 
 _HEADER = struct.Struct("<QQ")
+_MOST_KNOWN = 256  # sizes whose views are kept
 
 
 class _Pair:
@@ -26,56 +27,89 @@ class _Pair:
     def __init__(self, layout: GroupLayout, sender: Mapping, receiver: Mapping, source: int, target: int) -> None:
         self._sender, self._memory = sender, sender.memory
         self._headers = [layout.header(target, number) for number in range(NUM_PACKETS)]
-        self._packets = [layout.packet(target, number) for number in range(NUM_PACKETS)]
+        self._places = [layout.packet(target, number) for number in range(NUM_PACKETS)]
         self.sent = Counter(sender, layout.sent(target))
         self.consumed = Counter(receiver, layout.consumed(source))
         self.number = 0
         """Packets so far."""
+        self._views: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
-    def _packet(self, num_bytes: int) -> torch.Tensor:
-        start = self._packets[self.number % NUM_PACKETS]
-        return self._sender.bytes[start : start + num_bytes]
+    def _packet(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The beginning of the next packet."""
+        views = self._views.get((numel, dtype))
+        if views is None:
+            if len(self._views) >= _MOST_KNOWN:
+                self._views.clear()
+            views = self._views[numel, dtype] = [self._sender.tensor(place, numel, dtype) for place in self._places]
+        return views[self.number % NUM_PACKETS]
 
 
 class Outbox(_Pair):
     """For the sender."""
 
     def send(self, call: Call) -> Steps:
-        assert call.source is not None
-        data = call.source.view(-1).view(torch.uint8)
-        offset = self._sender.offset_of(data)
-        if offset is not None and data.numel() > PACKET:
-            yield from self._post(data.numel(), offset + 1)
-            yield self.consumed, self.number
-            return
-        for start in range(0, data.numel(), PACKET):
-            part = data[start : start + PACKET]
-            if self.number >= NUM_PACKETS and self.consumed.value <= self.number - NUM_PACKETS:
-                yield self.consumed, self.number - NUM_PACKETS + 1
-            self._packet(part.numel()).copy_(part)
-            yield from self._post(part.numel(), 0)
+        source = call.source
+        assert source is not None
+        source = source if source.dim() == 1 else source.view(-1)
+        if source.nbytes <= PACKET:
+            return self._put((source,) if source.numel() else ())
+        offset = self._sender.offset_of(source)
+        if offset is None:
+            return self._put(torch.split(source.view(torch.uint8), PACKET))
+        return self._show(source.nbytes, offset)
 
-    def _post(self, num_bytes: int, place: int) -> Steps:
-        if self.number >= NUM_PACKETS and self.consumed.value <= self.number - NUM_PACKETS:
+    def _put(self, parts: Sequence[torch.Tensor]) -> Steps:
+        for part in parts:
+            if self.consumed.value <= self.number - NUM_PACKETS:
+                yield self.consumed, self.number - NUM_PACKETS + 1
+            self._packet(part.numel(), part.dtype).copy_(part)
+            if len(parts) > 1:
+                self._write_header(part.numel(), 0)
+            self.number += 1
+            self.sent.store(self.number)
+
+    def _show(self, num_bytes: int, offset: int) -> Steps:
+        """Let the receiver read where the values lie, and wait until it has."""
+        if self.consumed.value <= self.number - NUM_PACKETS:
             yield self.consumed, self.number - NUM_PACKETS + 1
-        _HEADER.pack_into(self._memory, self._headers[self.number % NUM_PACKETS], num_bytes, place)
+        self._write_header(num_bytes, offset + 1)
         self.number += 1
         self.sent.store(self.number)
+        yield self.consumed, self.number
+
+    def _write_header(self, num_bytes: int, place: int) -> None:
+        _HEADER.pack_into(self._memory, self._headers[self.number % NUM_PACKETS], num_bytes, place)
 
 
 class Inbox(_Pair):
     """For the receiver."""
 
     def receive(self, call: Call) -> Steps:
-        assert call.target is not None
-        data = call.target.view(-1).view(torch.uint8)
+        target = call.target
+        assert target is not None
+        target = target if target.dim() == 1 else target.view(-1)
+        return self._take(target) if target.nbytes <= PACKET else self._take_all(target.view(torch.uint8))
+
+    def _take(self, target: torch.Tensor) -> Steps:
+        """One packet, which needs no header: both ends know the size."""
+        if target.numel() == 0:
+            return
+        if self.sent.value <= self.number:
+            yield self.sent, self.number + 1
+        target.copy_(self._packet(target.numel(), target.dtype))
+        self.number += 1
+        self.consumed.store(self.number)
+
+    def _take_all(self, target: torch.Tensor) -> Steps:
         start = 0
-        while start < data.numel():
+        while start < target.numel():
             if self.sent.value <= self.number:
                 yield self.sent, self.number + 1
             num_bytes, place = _HEADER.unpack_from(self._memory, self._headers[self.number % NUM_PACKETS])
-            packet = self._sender.bytes[place - 1 : place - 1 + num_bytes] if place else self._packet(num_bytes)
-            data[start : start + num_bytes].copy_(packet)
+            packet = (
+                self._sender.bytes[place - 1 : place - 1 + num_bytes] if place else self._packet(num_bytes, torch.uint8)
+            )
+            target[start : start + num_bytes].copy_(packet)
             start += num_bytes
             self.number += 1
             self.consumed.store(self.number)

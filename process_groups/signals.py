@@ -11,6 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from process_groups.arena import Mapping
 
@@ -20,10 +21,23 @@ _NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98}
 _MACHINE = platform.machine()
 _FUTEX = _NUMBERS.get(_MACHINE)
 _LONGEST_SLEEP = 0.05  # seconds, then whether the group was given up
-# Turns given to others before sleeping: about as long as being woken takes, 50 µs; less where ranks share cores and
-# a peer needs this one to run. Only x86 shows other cores' stores in order without a system call.
-_PATIENCE_ALONE, _PATIENCE_CROWDED = (100, 20) if _MACHINE == "x86_64" else (0, 0)
 CAN_WAIT = _FUTEX is not None
+
+
+class Patience(NamedTuple):
+    """How long to look before sleeping: at most about as long as being woken takes, 50 µs."""
+
+    looks: int
+    """Looks at the counter, without a pause."""
+    turns: int
+    """Then turns given to others, with a look after each."""
+
+
+def patience(num_ranks_here: int) -> Patience:
+    """For ranks that share this host's cores. Where they don't fit, a peer needs the core more than this one."""
+    if _MACHINE != "x86_64":  # only there are other cores' stores seen in order without a system call
+        return Patience(0, 0)
+    return Patience(1000, 10) if num_ranks_here <= len(os.sched_getaffinity(0)) else Patience(0, 20)
 
 
 class _Timespec(ctypes.Structure):
@@ -60,14 +74,17 @@ class Counter:
         """Have those who sleep on it look around."""
         _syscall(_FUTEX, self._address, _WAKE, _EVERYBODY, None, None, 0)
 
-    def reaches(self, target: int, end: float, patience: int, is_abandoned: Callable[[], bool]) -> bool:
+    def reaches(self, target: int, end: float, patience: Patience, is_abandoned: Callable[[], bool]) -> bool:
         """Whether it is at `target` or beyond by the moment `end` (of time.monotonic; 0: look once)."""
         words, give_way = self._words, os.sched_yield
         if words[0] >= target:
             return True
         if end == 0.0:
             return False
-        for _ in range(patience):
+        for _ in range(patience.looks):
+            if words[0] >= target:
+                return True
+        for _ in range(patience.turns):
             give_way()
             if words[0] >= target:
                 return True
@@ -80,8 +97,3 @@ class Counter:
             limit = _longest_sleep if left > _LONGEST_SLEEP else _Timespec(0, int(left * 1e9))
             _syscall(_FUTEX, self._address, _WAIT, ctypes.c_uint(value & _MASK), ctypes.byref(limit), None, 0)
         return True
-
-
-def patience(num_ranks_here: int) -> int:
-    """How often to look before sleeping, for ranks that share this host's cores."""
-    return _PATIENCE_ALONE if num_ranks_here <= len(os.sched_getaffinity(0)) else _PATIENCE_CROWDED

@@ -28,7 +28,13 @@ class InstantTransport:
 
 async def test_calls_in_a_row_let_other_tasks_run():
     group = Group(
-        "world", (0, 1), 0, InstantTransport(), coords_of=lambda rank: Coords(rank, 0, 0), timeout=30.0, device=torch.device("cpu")
+        "world",
+        (0, 1),
+        0,
+        InstantTransport(),
+        coords_of=lambda rank: Coords(rank, 0, 0),
+        timeout=30.0,
+        device=torch.device("cpu"),
     )
     turns = 0
 
