@@ -81,7 +81,7 @@ async def measure_lag(mesh: parallel3d.Mesh, seconds: float) -> dict[str, float]
 
 
 async def run_rank(quick: bool, path: str) -> None:
-    async with parallel3d.mesh(dp=NUM_RANKS, threads=1) as mesh:
+    async with parallel3d.mesh(dp=NUM_RANKS, threads=1, backend="gloo") as mesh:
         overhead = await measure_overhead(mesh, 4 if quick else 40)
         lag = await measure_lag(mesh, 1.0 if quick else 10.0)
     if mesh.rank == 0:
