@@ -54,7 +54,7 @@ class Exchange:
     def everybody(self, round_number: int) -> Steps:
         """Wait until each peer has arrived."""
         for counter in self._progress_of:
-            if counter.value < round_number:
+            if counter.words[0] < round_number:
                 yield counter, round_number
 
     # Giving up.

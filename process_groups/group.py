@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.autograd.graph import increment_version
 
 from monitoring.collectives import CollectiveRecorder
 from process_groups.transport import POINT_TO_POINT, REDUCE_OPS, Call, Explanation, Transport, describe_terms
@@ -242,7 +243,7 @@ class Group:
                 _check_writable(kind, target)
                 copy_back = CopyBack(staging=moved_to, to=target.detach())
             if not target.is_inference():  # autograd shall find out that a tensor it has saved is overwritten
-                torch.autograd.graph.increment_version(target)
+                increment_version(target)
         terms = describe_terms(kind, op, peer, shown.dtype, shown.shape, strategy)
         call = Call(kind, moved_from, moved_to, op, peer, limit, self._number(kind, peer), terms, strategy)
         return self._issue(call, target if target is not None else source, copy_back)

@@ -31,6 +31,9 @@ def is_short(call: Call) -> bool:
     return tensor is None or tensor.nbytes <= _SHORT
 
 
+_NOTHING: Steps = iter(())
+
+
 class Lane:
     """One channel's calls, in the order they were made."""
 
@@ -51,10 +54,20 @@ class Lane:
     def add(self, call: Call, steps: Steps, is_short: bool) -> Task:
         """Queue a call. A short one that is next goes ahead at once, as far as it can without waiting."""
         task = Task(self, call, steps)
-        self._tasks.append(task)
         if not is_short:
+            self._tasks.append(task)
             self.call_thread()
-        elif not self.go_on(0.0) and not self._kick_is_due:
+            return task
+        if not self._tasks and self._driving.acquire(blocking=False):
+            try:
+                if task.go_on(0.0):
+                    return task
+                self._tasks.append(task)
+            finally:
+                self._driving.release()
+        else:
+            self._tasks.append(task)
+        if not self._kick_is_due:
             # If nobody awaits the call before the loop turns to other things, the thread shall have it.
             self._kick_is_due = True
             asyncio.get_running_loop().call_soon(self._kick)
@@ -110,34 +123,33 @@ class Task:
         self.ended = False
         self.ended_at: float | None = None
         self._error: CommunicationError | None = None
-        self._callbacks: list[Callable[[Completion], None]] = []
+        self._callbacks: list[Callable[[Completion], None]] | None = None
 
     def go_on(self, end: float) -> bool:
         """Whether it has ended."""
-        lane, steps = self._lane, self._steps
+        lane, wait, error = self._lane, self._waits_for, None
         try:
-            while True:
-                if self._waits_for is not None:
-                    counter, target = self._waits_for
-                    if not counter.reaches(target, end, lane.patience, lane.is_abandoned):
-                        return False
-                self._waits_for = next(steps)
-        except StopIteration:
-            self._end(None)
+            if wait is not None and not wait[0].reaches(wait[1], end, lane.patience, lane.is_abandoned):
+                return False
+            for wait in self._steps:
+                if not wait[0].reaches(wait[1], end, lane.patience, lane.is_abandoned):
+                    self._waits_for = wait
+                    return False
         except Abandoned:
-            self._end(lane.explain(self.call))
-        except CommunicationError as error:
-            self._end(error)
-        except Exception as error:  # a failing tensor operation shall end the call, not the thread
-            self._end(CommunicationError(f"{type(error).__name__}: {error}"))
+            error = lane.explain(self.call)
+        except CommunicationError as failed:
+            error = failed
+        except Exception as failed:  # a failing tensor operation shall end the call, not the thread
+            error = CommunicationError(f"{type(failed).__name__}: {failed}")
+        self._end(error)
         return True
 
     def _end(self, error: CommunicationError | None) -> None:
-        self._steps = iter(())  # with it go the tensors that it holds
+        self._steps = _NOTHING  # with the steps go the tensors that they hold
         with self._lane.ending:
             self._error, self.ended_at, self.ended = error, time.monotonic(), True
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
+            callbacks, self._callbacks = self._callbacks, None
+        for callback in callbacks or ():
             callback(self)
 
     def has_ended(self) -> bool:
@@ -154,7 +166,7 @@ class Task:
     def add_done_callback(self, callback: Callable[[Completion], None], /) -> None:
         with self._lane.ending:
             if not self.ended:
-                self._callbacks.append(callback)
+                self._callbacks = [*(self._callbacks or ()), callback]
                 self._lane.call_thread()
                 return
         callback(self)

@@ -24,16 +24,10 @@ _MOST_REMEMBERED = 32  # pieces of a call whose views are kept
 
 def steps_of(exchange: Exchange, call: Call) -> Steps:
     """This rank's part in a collective."""
-    match call.kind:
-        case "barrier":
-            return _barrier(exchange)
-        case "all_reduce":
-            assert call.target is not None
-            if call.target.nbytes <= FLAT:
-                return _all_reduce_flat(exchange, call)
-            return _all_reduce(exchange, call)
-        case _:
-            return _exposing(exchange, call)
+    if call.kind == "all_reduce":
+        assert call.target is not None
+        return (_all_reduce_flat if call.target.nbytes <= FLAT else _all_reduce)(exchange, call)
+    return _barrier(exchange) if call.kind == "barrier" else _exposing(exchange, call)
 
 
 def _barrier(exchange: Exchange) -> Steps:

@@ -55,19 +55,20 @@ class Abandoned(Exception):
 class Counter:
     """One 64-bit word of an arena."""
 
-    __slots__ = ("_address", "_index", "_words")
+    __slots__ = ("_address", "words")
 
     def __init__(self, mapping: Mapping, offset: int) -> None:
-        self._words, self._index = mapping.memory[offset : offset + 8].cast("Q"), 0
+        self.words = mapping.memory[offset : offset + 8].cast("Q")
+        """Its value, for those who look often."""
         self._address = ctypes.c_void_p(mapping.address + offset)  # little-endian: its low half is the futex
 
     @property
     def value(self) -> int:
-        return self._words[0]
+        return self.words[0]
 
     def store(self, value: int) -> None:
         """For its one writer."""
-        self._words[0] = value
+        self.words[0] = value
         _syscall(_FUTEX, self._address, _WAKE, _EVERYBODY, None, None, 0)
 
     def wake(self) -> None:
@@ -76,7 +77,7 @@ class Counter:
 
     def reaches(self, target: int, end: float, patience: Patience, is_abandoned: Callable[[], bool]) -> bool:
         """Whether it is at `target` or beyond by the moment `end` (of time.monotonic; 0: look once)."""
-        words, give_way = self._words, os.sched_yield
+        words, give_way = self.words, os.sched_yield
         if words[0] >= target:
             return True
         if end == 0.0:

@@ -52,7 +52,7 @@ class Work:
         self._deadline = began + call.timeout
         self._ended = False
         self._error: CommunicationError | None = None
-        self._waiters: list[asyncio.Future[None]] = []
+        self._waiters: list[asyncio.Future[None]] | None = None
         self._unnamed: CommunicationError | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -97,7 +97,7 @@ class Work:
 
     async def _wait(self) -> None:
         waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
+        self._waiters = [*(self._waiters or ()), waiter]
         self.watch()
         try:
             await waiter
@@ -164,6 +164,6 @@ class Work:
         if self._timer is not None:
             self._timer.cancel()
         self._group._settled(self, error)
-        for waiter in self._waiters:
+        for waiter in self._waiters or ():
             if not waiter.done():
                 waiter.set_result(None)
