@@ -4,6 +4,7 @@ Parallel3DError
 ├── ConfigError            the YAML file, --set or the environment: all problems at once
 ├── LaunchError            ranks could not be started, or this process is not one of them
 ├── InvalidCall            a call that is wrong on this rank alone; nothing was sent
+├── BenchmarkError         a contestant of a benchmark failed, or computed something wrong
 └── CommunicationError     something between ranks; carries rank, coords, step and action
     ├── Mismatch           ranks called different things
     ├── PeerLost           they died, or left
@@ -49,6 +50,10 @@ class LaunchError(Parallel3DError):
 
 class InvalidCall(Parallel3DError, ValueError):
     """A call that cannot be right whatever the other ranks do."""
+
+
+class BenchmarkError(Parallel3DError):
+    """A contestant of a benchmark failed, or computed something wrong: there are no figures."""
 
 
 class CommunicationError(Parallel3DError):

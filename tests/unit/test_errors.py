@@ -11,6 +11,7 @@ import pytest
 from runtime import errors
 from runtime.errors import CommunicationError, Coords, name_rank
 
+PLAIN = [errors.ConfigError, errors.LaunchError, errors.InvalidCall, errors.BenchmarkError]
 COMMUNICATION = [errors.Mismatch, errors.PeerLost, errors.GroupClosed, errors.DeadlineExceeded]
 
 
@@ -47,7 +48,7 @@ def test_a_kind_of_a_newer_version_becomes_the_base_class():
 
 
 def test_what_users_can_catch():
-    for kind in (errors.ConfigError, errors.LaunchError, errors.InvalidCall, CommunicationError):
+    for kind in (*PLAIN, CommunicationError):
         assert issubclass(kind, errors.Parallel3DError)
     assert issubclass(errors.InvalidCall, ValueError)
     assert issubclass(errors.DeadlineExceeded, TimeoutError)
@@ -56,7 +57,7 @@ def test_what_users_can_catch():
         assert not any(issubclass(kind, other) for other in others)
 
 
-@pytest.mark.parametrize("kind", [errors.ConfigError, errors.LaunchError, errors.InvalidCall])
+@pytest.mark.parametrize("kind", PLAIN)
 def test_plain_errors_pickle(kind):
     arrived = pickle.loads(pickle.dumps(kind("why")))
     assert (type(arrived), str(arrived)) == (kind, "why")

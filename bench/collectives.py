@@ -1,0 +1,107 @@
+"""The ratios that matter of `parallel3d bench collectives`, for 2, 4 and 8 ranks.
+
+python bench/collectives.py [--json] [--quick]
+
+Above 1 is in our favour. "registered" is the default strategy on a tensor of `group.empty`, "staged" the same on a
+plain torch tensor; adaptive stands beside the best single strategy of each round. --json prints the ratios and the
+whole result of the command.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from common import median, options, show
+
+RANKS = "2,4,8"
+SECONDS = 7200
+MIB = 1 << 20
+COLUMNS = (
+    "registered_gloo",
+    "registered_mpi",
+    "memory_limit",
+    "staged_gloo",
+    "adaptive_best",
+    "send_gloo",
+    "send_staged_gloo",
+)
+HEADS = ("/ gloo", "/ mpi", "of limit", "staged / gloo", "adaptive / best", "send / gloo", "send staged / gloo")
+
+
+def run(quick: bool) -> dict[str, Any]:
+    command = [sys.executable, "-m", "parallel3d", "bench", "collectives", "--json", "-n", RANKS]
+    done = subprocess.run(
+        [*command, *(["--quick"] if quick else [])], check=True, timeout=SECONDS, stdout=subprocess.PIPE
+    )
+    return json.loads(done.stdout)
+
+
+def adaptive_over_best(contestants: Mapping[str, Any]) -> float | None:
+    """How many times as fast as the fastest single strategy of the same round; None where there is no choice."""
+    ours = set(contestants) - {"adaptive", "staged", "gloo", "mpi", "memory limit"}
+    if "adaptive" not in contestants:
+        return None
+    best = [min(times) for times in zip(*(contestants[name]["rounds"] for name in ours), strict=True)]
+    return median([b / a for a, b in zip(contestants["adaptive"]["rounds"], best, strict=True)])
+
+
+def ratios_of_size(reduced: Mapping[str, Any], sent: Mapping[str, Any]) -> dict[str, float | None]:
+    reducers, senders = reduced["contestants"], sent["contestants"]
+    return {
+        "registered_gloo": reducers["default"]["times_gloo"],
+        "registered_mpi": reducers["default"]["times_mpi"],
+        "memory_limit": reducers["default"]["share_of_memory_limit"],
+        "staged_gloo": reducers["staged"]["times_gloo"],
+        "adaptive_best": adaptive_over_best(reducers),
+        "send_gloo": senders["registered"]["times_gloo"],
+        "send_staged_gloo": senders["unregistered"]["times_gloo"],
+    }
+
+
+def time_per_byte(sizes: Sequence[Mapping[str, Any]], small: int, large: int) -> float | None:
+    """How many times as long a byte takes in the small tensor as in the large one."""
+    cost = {each["bytes"]: each["contestants"]["default"]["seconds"] / each["bytes"] for each in sizes}
+    return cost[small] / cost[large] if small in cost and large in cost else None
+
+
+def ratios(run: Mapping[str, Any]) -> dict[str, Any]:
+    pairs = zip(run["all_reduce"], run["send"], strict=True)
+    return {
+        "ranks": run["ranks"],
+        "sizes": [{"bytes": reduced["bytes"], **ratios_of_size(reduced, sent)} for reduced, sent in pairs],
+        "geometric_mean_mpi": run["geometric_means"]["all_reduce"]["default"].get("times_mpi"),
+        "time_per_byte_1MiB_over_256MiB": time_per_byte(run["all_reduce"], MIB, 256 * MIB),
+    }
+
+
+def cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def lines_of(found: Mapping[str, Any]) -> list[str]:
+    rows = [[str(each["bytes"]), *(cell(each[column]) for column in COLUMNS)] for each in found["sizes"]]
+    heads = ["bytes", *HEADS]
+    widths = [max(10, len(head)) for head in heads]
+    return [
+        f"{found['ranks']} ranks",
+        *("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in (heads, *rows)),
+        f"geometric mean / mpi: {cell(found['geometric_mean_mpi'])}",
+        f"time per byte, 1 MiB over 256 MiB: {cell(found['time_per_byte_1MiB_over_256MiB'])}",
+        "",
+    ]
+
+
+def main() -> None:
+    chosen = options(__doc__)
+    result = run(chosen.quick)
+    found = [ratios(each) for each in result["runs"]]
+    lines = [line for each in found for line in lines_of(each)]
+    show({"ratios": found, "result": result}, lines[:-1], chosen.json)
+
+
+if __name__ == "__main__":
+    main()

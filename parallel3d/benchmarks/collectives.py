@@ -1,0 +1,113 @@
+"""What `bench collectives` measures, and in which order: in every round each contestant has its turn at a size.
+
+size 4 B     round 1   default ring … staged | gloo | mpi | memory limit
+             round 2   gloo | mpi | memory limit | default ring … staged      (another crew begins)
+             …
+size 4 KiB   round 1   …
+
+All crews live through the whole run, so that nothing but the measured calls happens within a round; while one is timed,
+the others wait in a read and hold no buffers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from parallel3d.benchmarks.crews import Crew, Reception, run_launched
+from parallel3d.benchmarks.figures import GLOO, MEMORY_LIMIT, MPI, Measured, Run
+from parallel3d.benchmarks.mpirun import Mpi, run_mpi
+from parallel3d.benchmarks.plan import Plan
+from parallel3d.benchmarks.sizes import human
+from parallel3d.benchmarks.wire import Command
+from runtime.errors import BenchmarkError
+
+OURS = "ours"
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """One line of the table: a way to make the call, and whose processes make it."""
+
+    name: str
+    crew: str
+    strategy: str = "default"
+    registered: bool = True
+
+
+def all_reducers(strategies: Sequence[str]) -> list[Contestant]:
+    """Who takes part in the all-reduce; those of one crew stand together."""
+    return [
+        *(Contestant(strategy, OURS, strategy) for strategy in strategies),
+        Contestant("staged", OURS, registered=False),
+        *(Contestant(peer, peer) for peer in (GLOO, MPI, MEMORY_LIMIT)),
+    ]
+
+
+SENDERS = [Contestant("registered", OURS), Contestant("unregistered", OURS, registered=False), Contestant(GLOO, GLOO)]
+
+
+async def measure(plan: Plan, mpi: Mpi | None, folder: Path, progress: Tell, note: Tell) -> list[Run]:
+    """Everything, one number of ranks after the other. `folder` is private to this run."""
+    return [await _measure_ranks(plan, num_ranks, mpi, folder, progress, note) for num_ranks in plan.ranks]
+
+
+async def _measure_ranks(plan: Plan, num_ranks: int, mpi: Mpi | None, folder: Path, progress: Tell, note: Tell) -> Run:
+    progress(f"{num_ranks} ranks: starting")
+    async with Reception(folder) as reception, AsyncExitStack() as stack:
+        crews = {crew.name: crew for crew in _crews(num_ranks, mpi, reception, folder)}
+        for crew in crews.values():  # all at once: most of it is waiting for imports
+            await stack.enter_async_context(crew)
+        for crew in list(crews.values()):
+            try:
+                await crew.ready()
+            except BenchmarkError as error:
+                if crew.name != MPI:
+                    raise
+                del crews[MPI]  # an installation of the user's that does not work is no reason to measure nothing
+                note(f"mpi is left out of {num_ranks} ranks: {error}")
+        return Run(
+            num_ranks,
+            tuple([await _measure_size(plan, "all_reduce", size, crews, progress) for size in plan.sizes]),
+            tuple([await _measure_size(plan, "send", size, crews, progress) for size in plan.sizes]),
+        )
+
+
+def _crews(num_ranks: int, mpi: Mpi | None, reception: Reception, folder: Path) -> list[Crew]:
+    socket, num_cores = str(reception.path), len(os.sched_getaffinity(0))
+    crews = [
+        Crew(OURS, num_ranks, reception, partial(run_launched, "our_rank", num_ranks, OURS, socket)),
+        Crew(GLOO, num_ranks, reception, partial(run_launched, "gloo_rank", num_ranks, GLOO, socket)),
+    ]
+    if mpi is not None:
+        crews.append(Crew(MPI, num_ranks, reception, partial(run_mpi, mpi, num_ranks, folder, MPI, socket)))
+    limit = partial(run_launched, "memory_rank", num_cores, MEMORY_LIMIT, socket, str(num_ranks))
+    return [*crews, Crew(MEMORY_LIMIT, num_cores, reception, limit)]
+
+
+async def _measure_size(plan: Plan, kind: str, num_bytes: int, crews: dict[str, Crew], progress: Tell) -> Measured:
+    all_of_kind = all_reducers(plan.strategies) if kind == "all_reduce" else SENDERS
+    contestants = [each for each in all_of_kind if each.crew in crews]
+    taking_part = list(dict.fromkeys(each.crew for each in contestants))
+    seconds: dict[str, list[float]] = {each.name: [] for each in contestants}
+    repeats = plan.repeats(num_bytes)
+    for round_number in range(plan.rounds):
+        first = round_number % len(taking_part)
+        for crew in taking_part[first:] + taking_part[:first]:
+            for each in [each for each in contestants if each.crew == crew]:
+                where = f"{kind} of {human(num_bytes)}, round {round_number + 1} of {plan.rounds}: {each.name}"
+                progress(where)
+                command = Command(
+                    kind, num_bytes, plan.dtype, repeats, each.strategy, each.registered, check=round_number == 0
+                )
+                try:
+                    seconds[each.name].append(await crews[crew].ask(command))
+                except BenchmarkError as error:
+                    raise BenchmarkError(f"{where}: {error}") from None
+            await crews[crew].ask(Command("rest"))
+    return Measured(num_bytes, num_bytes // plan.element_size, repeats, seconds)

@@ -1,0 +1,131 @@
+"""Crews: the long-lived processes of each contestant, which wait for commands without using a core."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from parallel3d.benchmarks.wire import Command
+from runtime.errors import BenchmarkError
+from runtime.launch import launch
+from runtime.launch_spec import LaunchSpec
+from runtime.script import Target
+
+Run = Callable[[], Coroutine[Any, Any, str]]
+"""Runs a crew's processes to their end; returns why they failed, or nothing. Cancelling it ends them."""
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+_READY_SECONDS = 120.0
+_ANSWER_SECONDS = 600.0
+_LEAVE_SECONDS = 20.0
+_GRACE_SECONDS = 2.0
+_PRELOAD = ("torch", "torch.distributed", "numpy", "uvloop", "parallel3d.rank_mesh", "parallel3d.benchmarks.plan")
+
+
+async def run_launched(module: str, num_ranks: int, *args: str) -> str:
+    """Ranks of one of our modules, as `parallel3d launch` starts them."""
+    # PYTHONSAFEPATH: a file of the user's in the current folder shall hide no module.
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONSAFEPATH": "1"}
+    target = Target(f"parallel3d.benchmarks.{module}", is_module=True, args=args)
+    spec = LaunchSpec(target, num_ranks, _PRELOAD, environment=environment, interrupt_grace=_GRACE_SECONDS)
+    return (await launch(spec)).report
+
+
+class Reception:
+    """The Unix socket, in a private folder, to which the ranks of all crews connect."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "bench"
+        self._awaited: dict[tuple[str, int], asyncio.Future[Connection]] = {}
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_unix_server(self._welcome, self.path)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        self.path.unlink(missing_ok=True)
+
+    def expect(self, crew: str, num_ranks: int) -> list[asyncio.Future[Connection]]:
+        """The ranks' connections, once they are there."""
+        loop = asyncio.get_running_loop()
+        keys = [(crew, rank) for rank in range(num_ranks)]
+        self._awaited.update((key, loop.create_future()) for key in keys)
+        return [self._awaited[key] for key in keys]
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        hello = json.loads(await reader.readline())
+        awaited = self._awaited.pop((hello["crew"], hello["rank"]))
+        if not awaited.done():  # nobody waits any more for a crew that has failed
+            awaited.set_result((reader, writer))
+
+
+class Crew:
+    """The processes of one contestant. Entered, they are starting; once `ready`, they can be asked."""
+
+    def __init__(self, name: str, num_ranks: int, reception: Reception, run: Run) -> None:
+        self.name = name
+        self._num_ranks, self._reception, self._run = num_ranks, reception, run
+        self._connections: list[Connection] = []
+
+    async def __aenter__(self) -> Self:
+        self._expected = self._reception.expect(self.name, self._num_ranks)
+        self._running = asyncio.create_task(self._run(), name=f"crew {self.name}")
+        return self
+
+    async def ready(self) -> None:
+        """Until every rank waits for commands; BenchmarkError where they ended before."""
+        connected = asyncio.gather(*self._expected)
+        either: set[asyncio.Future[Any]] = {connected, self._running}
+        await asyncio.wait(either, timeout=_READY_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        if not connected.done():
+            connected.cancel()
+            raise await self._failure(f"were not ready within {_READY_SECONDS:g} s")
+        self._connections = connected.result()
+
+    async def ask(self, command: Command) -> float:
+        """Let every rank carry it out; the seconds of the slowest."""
+        for _, writer in self._connections:
+            writer.write(command.to_line())
+        answers = [asyncio.create_task(self._answer(rank)) for rank in range(self._num_ranks)]
+        try:
+            done, waiting = await asyncio.wait(answers, timeout=_ANSWER_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+            seconds = [task.result() for task in done]
+            if waiting:
+                raise BenchmarkError(f"{self.name}: {command.kind} took more than {_ANSWER_SECONDS:g} s")
+            return max(seconds)
+        finally:
+            for task in answers:
+                task.cancel()
+
+    async def _answer(self, rank: int) -> float:
+        try:
+            line = await self._connections[rank][0].readline()
+        except ConnectionError:
+            line = b""
+        if not line:
+            raise await self._failure(f"were left by rank {rank}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise BenchmarkError(f"{self.name}, rank {rank} of {self._num_ranks}: {answer['error']}")
+        return float(answer["seconds"])
+
+    async def _failure(self, otherwise: str) -> BenchmarkError:
+        """Why the processes ended, which they are about to tell; `otherwise` where they don't."""
+        await asyncio.wait({self._running}, timeout=_LEAVE_SECONDS if self._connections else 0)
+        why = await self._running if self._running.done() else ""
+        return BenchmarkError(f"the ranks of {self.name} " + (f"failed:\n{why}" if why else otherwise))
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for _, writer in self._connections:
+            writer.close()  # on which every rank leaves
+        if error is None and self._connections:
+            await asyncio.wait({self._running}, timeout=_LEAVE_SECONDS)
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)  # what went wrong has been told

@@ -1,0 +1,119 @@
+"""One rank of ours: all-reduces and sends on a mesh, awaited as users await them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from functools import partial
+
+import torch
+
+import parallel3d
+from parallel3d.benchmarks.known_values import check_sum, fill
+from parallel3d.benchmarks.plan import torch_dtype
+from parallel3d.benchmarks.wire import WARM_UP, Command, stdout_to_stderr, to_line
+
+_CALL_SECONDS = 120.0  # the deadline of one call
+
+
+class OurRank:
+    """Keeps the tensor from one command to the next, as long as they need the same one."""
+
+    def __init__(self, group: parallel3d.Group) -> None:
+        self._group = group
+        self._tensor: torch.Tensor | None = None
+        self._made_for: tuple[int, str, bool] | None = None
+
+    async def perform(self, command: Command) -> float:
+        """Seconds of one all-reduce, or of one message one way."""
+        if command.kind == "rest":
+            self._tensor = self._made_for = None
+            return 0.0
+        tensor = self._tensor_for(command)
+        if command.kind == "send":
+            return await self._time_sends(tensor, command)
+        return await self._time_all_reduces(tensor, command)
+
+    def _tensor_for(self, command: Command) -> torch.Tensor:
+        wanted = (command.num_bytes, command.dtype, command.registered)
+        if self._tensor is None or self._made_for != wanted:
+            self._tensor = None  # freed before the next one is made
+            dtype = torch_dtype(command.dtype)
+            make = self._group.empty if command.registered else torch.empty
+            self._tensor, self._made_for = make(command.num_bytes // dtype.itemsize, dtype=dtype), wanted
+        return self._tensor.zero_()
+
+    async def _time_all_reduces(self, tensor: torch.Tensor, command: Command) -> float:
+        group, strategy = self._group, command.strategy
+        if command.check:
+            make = partial(torch.tensor, dtype=tensor.dtype)
+            fill(tensor, group.rank, make)
+            await group.all_reduce(tensor, strategy=strategy)
+            check_sum(tensor, range(group.size), make, f"an all-reduce of {command.num_bytes} bytes")
+            tensor.zero_()
+        for _ in range(WARM_UP):
+            await group.all_reduce(tensor, strategy=strategy)
+        await group.barrier()
+        start = time.perf_counter()
+        for _ in range(command.repeats):
+            await group.all_reduce(tensor, strategy=strategy)
+        return (time.perf_counter() - start) / command.num_timed
+
+    async def _time_sends(self, tensor: torch.Tensor, command: Command) -> float:
+        group = self._group
+        await group.barrier()
+        if group.rank > 1:
+            return 0.0
+        peer = 1 - group.rank
+        if command.check:
+            await self._check_sends(tensor, peer)
+        for _ in range(WARM_UP):
+            await self._there_and_back(tensor, peer)
+        start = time.perf_counter()
+        for _ in range(command.repeats):
+            await self._there_and_back(tensor, peer)
+        return (time.perf_counter() - start) / command.num_timed
+
+    async def _check_sends(self, tensor: torch.Tensor, peer: int) -> None:
+        group, make = self._group, partial(torch.tensor, dtype=tensor.dtype)
+        for sender in (0, 1):
+            if group.rank == sender:
+                fill(tensor, group.rank, make)
+                await group.send(tensor, peer)
+            else:
+                await group.recv(tensor, peer)
+                check_sum(tensor, range(peer, peer + 1), make, f"a send of {tensor.nbytes} bytes")
+        tensor.zero_()
+
+    async def _there_and_back(self, tensor: torch.Tensor, peer: int) -> None:
+        if peer:
+            await self._group.send(tensor, peer)
+            await self._group.recv(tensor, peer)
+        else:
+            await self._group.recv(tensor, peer)
+            await self._group.send(tensor, peer)
+
+
+async def main(crew: str, path: str) -> None:
+    """Carry out commands until the bench process hangs up."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    async with parallel3d.mesh(dp=world_size, timeout=_CALL_SECONDS, threads=1) as mesh:
+        rank = OurRank(mesh.world)
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(to_line(crew=crew, rank=mesh.rank))
+        async for line in reader:
+            try:
+                seconds = await rank.perform(Command.from_line(line))
+            except Exception as error:
+                writer.write(to_line(error=f"{type(error).__name__}: {error}"))
+                await writer.drain()
+                raise
+            writer.write(to_line(seconds=seconds))
+        writer.close()
+
+
+if __name__ == "__main__":
+    stdout_to_stderr()
+    parallel3d.run(partial(main, *sys.argv[1:]))

@@ -1,0 +1,131 @@
+"""What a run of `bench collectives` is asked for, checked before a process starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from parallel3d.benchmarks.known_values import largest_sum
+from parallel3d.benchmarks.sizes import human, parse_sizes
+from process_groups.group import REDUCIBLE, STRATEGIES
+from runtime.errors import InvalidCall
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in REDUCIBLE}
+SIZES = "4,4KiB,64KiB,1MiB,16MiB,64MiB,256MiB"
+QUICK_SIZES = "4,64KiB,1MiB,16MiB"
+ROUNDS, QUICK_ROUNDS = 5, 3
+_EXACT_UP_TO = {"int8": 127, "uint8": 255, "bfloat16": 1 << 8, "float16": 1 << 11}
+_COPIES = 2  # of every rank's tensor: itself and, unregistered, what it is staged in
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that a run is asked for."""
+
+    ranks: tuple[int, ...]
+    """Each number of ranks is measured by itself."""
+    sizes: tuple[int, ...]
+    strategies: tuple[str, ...]
+    dtype: str = "float32"
+    rounds: int = ROUNDS
+    quick: bool = False
+
+    @property
+    def element_size(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+    def repeats(self, num_bytes: int) -> int:
+        """Calls in one measurement, the same for every contestant: so many that small sizes rise above the clock."""
+        full = 200 if num_bytes <= 64 << 10 else 30 if num_bytes <= 1 << 20 else 8 if num_bytes <= 16 << 20 else 3
+        return max(2, full // 5) if self.quick else full
+
+
+def make_plan(
+    ranks: Iterable[str],
+    sizes: str | None,
+    strategies: str | None,
+    dtype: str,
+    rounds: int | None,
+    quick: bool,
+) -> Plan:
+    """The plan that the command line's words ask for; InvalidCall says which word is wrong, and the remedy."""
+    if dtype not in DTYPES:
+        raise InvalidCall(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
+    if rounds is not None and rounds < 1:
+        raise InvalidCall(f"--rounds {rounds}: at least one round is needed.")
+    plan = Plan(
+        ranks=_parse_ranks(ranks),
+        sizes=parse_sizes(sizes if sizes is not None else QUICK_SIZES if quick else SIZES),
+        strategies=_parse_strategies(strategies),
+        dtype=dtype,
+        rounds=rounds or (QUICK_ROUNDS if quick else ROUNDS),
+        quick=quick,
+    )
+    _check_elements(plan)
+    _check_sums(plan)
+    _check_memory(plan, _available_memory())
+    return plan
+
+
+def _parse_ranks(words: Iterable[str]) -> tuple[int, ...]:
+    found = []
+    for word in (part.strip() for words_of_one in words for part in words_of_one.split(",")):
+        if not word.isdecimal():
+            raise InvalidCall(f"--ranks {word!r} is not a number of ranks such as 2 or 2,4,8.")
+        if int(word) < 2:
+            raise InvalidCall(f"--ranks {word}: a collective needs at least 2 ranks.")
+        found.append(int(word))
+    return tuple(dict.fromkeys(found))
+
+
+def _parse_strategies(text: str | None) -> tuple[str, ...]:
+    chosen = STRATEGIES if text is None else tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in chosen:
+        if name not in STRATEGIES:
+            raise InvalidCall(f"--strategies {name!r} is not one of {', '.join(STRATEGIES)}.")
+    return chosen
+
+
+def _check_elements(plan: Plan) -> None:
+    for size in plan.sizes:
+        if size % plan.element_size:
+            below = size // plan.element_size * plan.element_size
+            near = f"{below} or {below + plan.element_size}" if below else str(plan.element_size)
+            raise InvalidCall(
+                f"--sizes {size}: a {plan.dtype} has {plan.element_size} bytes, and {size} is no multiple. Give {near}."
+            )
+
+
+def _check_sums(plan: Plan) -> None:
+    most, exact = max(plan.ranks), _EXACT_UP_TO.get(plan.dtype)
+    if exact is not None and largest_sum(most) > exact:
+        raise InvalidCall(
+            f"--ranks {most}: {plan.dtype} is exact up to {exact}, too little to check the sums of so many. "
+            f"Ask for {exact // largest_sum(1)} at most, or for another --dtype."
+        )
+
+
+def _check_memory(plan: Plan, available: int) -> None:
+    most, largest = max(plan.ranks), max(plan.sizes)
+    needed = _COPIES * most * largest
+    if needed > available:
+        raise InvalidCall(
+            f"--sizes {human(largest)} with {most} ranks needs {human(needed)} of memory, and {human(available)} are "
+            "available. Leave out the largest size, or ask for fewer ranks."
+        )
+
+
+def _available_memory() -> int:
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of this name, one of those that can be reduced."""
+    return DTYPES[name]

@@ -1,0 +1,177 @@
+"""`parallel3d bench`: how fast ours is on this machine, beside what users would pick instead."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from parallel3d.benchmarks.figures import Run
+    from parallel3d.benchmarks.mpirun import Mpi
+    from parallel3d.benchmarks.plan import Plan
+
+EXIT_ERROR, EXIT_USAGE = 1, 2
+_LONGEST_FOLDER = 60  # a Unix socket's whole path has room for 107 bytes
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    group = typer.Typer(help="Measure ours beside what you would use instead.", no_args_is_help=True)
+    group.command("collectives", help=_paragraphs(collectives.__doc__ or ""))(collectives)
+    app.add_typer(group, name="bench")
+
+
+def _paragraphs(docstring: str) -> str:
+    """Each in one line, so that the terminal's width decides where it is broken."""
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(docstring))
+
+
+def collectives(
+    ranks: Annotated[
+        list[str] | None,
+        typer.Option("-n", "--ranks", help="How many ranks, such as 2 or 2,4,8; repeatable.", show_default="2"),
+    ] = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option(help="Sizes of the tensor.", show_default="4,4KiB,64KiB,1MiB,16MiB,64MiB,256MiB"),
+    ] = None,
+    strategies: Annotated[
+        str | None, typer.Option(help="Ours to measure, such as ring,tree.", show_default="all")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of the tensor's elements.")] = "float32",
+    rounds: Annotated[
+        int | None, typer.Option(help="How often each has its turn.", show_default="5; 3 if quick")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, up to 16 MiB, and fewer repeats.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw the bus bandwidth to this file, such as bench.png.")
+    ] = None,
+) -> None:
+    """All-reduce with every strategy, and send, beside gloo, MPI (where mpirun and mpi4py are there) and memory.
+
+    All contestants take turns in one run, in several rounds: times are medians, ratios medians of the rounds' own.
+    The time of a call is that of its slowest rank, every rank has one torch thread, and sums are checked. The
+    strategies work on registered tensors (group.empty), "staged" is the default one on a plain torch tensor. algbw is
+    bytes / time and busbw = algbw * 2(n-1)/n, in 10^9 bytes/s, as in nccl-tests.
+
+    The memory limit is what the same bytes cost as plain add_ and copy_ without any waiting: for n ranks n*(n-1)
+    add_ and as many copy_ of 1/n of the tensor, in pieces of 512 KiB, spread over one process for each core. Of small
+    tensors it says little: below some 64 KiB it is the price of torch's calls, and others may be faster.
+    """
+    from parallel3d.benchmarks.mpirun import find_mpi
+    from parallel3d.benchmarks.plan import make_plan
+    from parallel3d.benchmarks.plot import check_plot, draw
+    from runtime.errors import InvalidCall
+
+    try:
+        plan = make_plan(ranks or ["2"], sizes, strategies, dtype, rounds, quick)
+        if plot is not None:
+            check_plot(plot)
+    except InvalidCall as error:
+        print(f"parallel3d bench collectives: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_USAGE) from None
+    notes: list[str] = []
+    mpi = find_mpi(plan.dtype)
+    if isinstance(mpi, str):
+        _note(notes, f"mpi is left out: {mpi}")
+    found = None if isinstance(mpi, str) else mpi
+    late: list[str] = []
+    runs = _measure(plan, found, late.append)
+    for text in late:
+        _note(notes, text)
+    _show(plan, found, runs, notes, as_json)
+    if plot is not None:
+        try:
+            draw(runs, plot)
+        except OSError as error:
+            print(f"parallel3d bench collectives: --plot {plot}: {error.strerror}", file=sys.stderr)
+            raise typer.Exit(EXIT_ERROR) from None
+
+
+def _note(notes: list[str], text: str) -> None:
+    notes.append(text)
+    print(f"parallel3d bench collectives: {text}", file=sys.stderr, flush=True)
+
+
+def _show(plan: Plan, mpi: Mpi | None, runs: list[Run], notes: list[str], as_json: bool) -> None:
+    from parallel3d.benchmarks.document import document, machine
+    from parallel3d.benchmarks.table import render
+
+    if as_json:
+        print(json.dumps(document(plan, mpi, runs, notes), indent=2))
+        return
+    facts = machine(mpi)
+    peers = f", {facts['mpi']}" if mpi is not None else ""
+    print(f"{facts['cores']} cores ({facts['cpu']}), torch {facts['torch']}{peers}")
+    for run in runs:
+        print(f"\n{render(run, plan.dtype, plan.rounds)}")
+
+
+def _measure(plan: Plan, mpi: Mpi | None, note: Callable[[str], None]) -> list[Run]:
+    import asyncio
+
+    from parallel3d.benchmarks.collectives import measure
+    from runtime.loop import run
+
+    async def main() -> list[Run]:
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, os.kill, os.getpid(), signal.SIGTERM)
+        return await measure(plan, mpi, folder, progress, note)
+
+    with _private_folder() as folder, _no_process_left(), _progress() as progress:
+        return run(main)
+
+
+@contextmanager
+def _private_folder() -> Iterator[Path]:
+    above = tempfile.gettempdir()
+    with tempfile.TemporaryDirectory(
+        prefix="parallel3d-bench-",
+        dir=above if len(above) <= _LONGEST_FOLDER else "/tmp",
+        ignore_cleanup_errors=True,
+    ) as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def _no_process_left() -> Iterator[None]:
+    """Whatever happens, also a second Ctrl-C: everything that was started here is ended here."""
+    from runtime import processes
+
+    strangers = set(processes.descendants(os.getpid()))  # left to us by a shell that has `exec`ed us
+    processes.become_subreaper()
+    try:
+        yield
+    finally:
+        processes.end_descendants(spare=strangers)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Shows a line that replaces the one before, on a terminal only; it is gone in the end."""
+    shown = 0
+
+    def show(text: str) -> None:
+        nonlocal shown
+        print(f"\r{text.ljust(shown)}", end="", file=sys.stderr, flush=True)
+        shown = len(text)
+
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    try:
+        yield show
+    finally:
+        print(f"\r{' ' * shown}\r", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,209 @@
+"""`parallel3d bench collectives` with real ranks of every contestant: what it prints, refuses, and leaves behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT, Started, Stream, children
+
+pytestmark = pytest.mark.slow
+SECONDS = 100.0
+HAS_MPI = shutil.which("mpirun") is not None and importlib.util.find_spec("mpi4py") is not None
+PROGRESS = r"(2 ranks: starting|all_reduce of 1 MiB, round \d+ of 100000: [\w ]+)? *"
+SMALL = ("--quick", "-n", "2", "--sizes", "4,64KiB", "--rounds", "1")
+NO_MPI = (
+    "parallel3d bench collectives: mpi is left out: there is no mpirun on PATH. "
+    "Install Open MPI (such as apt install openmpi-bin) and pip install mpi4py.\n"
+)
+
+
+_ON_TERMINAL = """
+import os, sys
+os.dup2(os.open(sys.argv[1], os.O_WRONLY | os.O_NOCTTY), 2)
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+
+class Bench(Started):
+    """One command whose temporary files, and nothing else, are in a folder of its own."""
+
+    def __init__(self, folder: Path, *args: str, before: tuple[str, ...] = (), **options) -> None:
+        self.folder = folder / "t"
+        self.folder.mkdir()
+        command = (*before, "-m", "parallel3d", "bench", "collectives", *args)
+        super().__init__(*command, **{"TMPDIR": str(self.folder), **options})
+
+    def finish(self, seconds: float = SECONDS) -> int:
+        code = super().finish(seconds)
+        assert list(self.folder.iterdir()) == []
+        return code
+
+
+class LongBench(Bench):
+    """One that would go on for long, with its stderr on a terminal, where progress is shown."""
+
+    def __init__(self, folder: Path) -> None:
+        self._fd, theirs = os.openpty()
+        self.terminal = Stream(self._fd)
+        before = ("-c", _ON_TERMINAL, os.ttyname(theirs))
+        super().__init__(folder, "-n", "2", "--sizes", "1MiB", "--rounds", "100000", before=before)
+        self.terminal.wait_for("all_reduce of 1 MiB, round 2 of 100000: default", SECONDS)
+        os.close(theirs)
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        os.close(self._fd)
+
+
+@pytest.fixture
+def short_tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("b")
+
+
+def run(folder: Path, *args: str, **options) -> tuple[int, str, str]:
+    with Bench(folder, *args, **options) as bench:
+        code = bench.finish()
+        return code, bench.stdout.text, bench.stderr.text
+
+
+def without_mpirun(folder: Path) -> str:
+    """A PATH on which there is no mpirun."""
+    empty = folder / "bin"
+    empty.mkdir()
+    return str(empty)
+
+
+def test_json_has_everything_and_its_figures_agree(short_tmp):
+    picture = short_tmp / "bench.png"
+    code, out, err = run(short_tmp, *SMALL, "--json", "--plot", str(picture))
+    assert code == 0, err
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert picture.stat().st_size > 10_000
+    found = json.loads(out)
+    assert set(found) == {"machine", "dtype", "rounds", "quick", "notes", "runs"}
+    machine = {"cores", "cpu", "memory_bytes", "system", "python", "torch", "parallel3d", "mpi"}
+    assert set(found["machine"]) == machine
+    assert found["machine"]["cores"] == len(os.sched_getaffinity(0))
+    assert (found["dtype"], found["rounds"], found["quick"]) == ("float32", 1, True)
+    (two,) = found["runs"]
+    assert set(two) == {"ranks", "all_reduce", "send", "geometric_means"}
+    assert two["ranks"] == 2
+    for kind, bus_factor in (("all_reduce", 1.0), ("send", 1.0)):  # 2 (2 - 1) / 2
+        assert [(each["bytes"], each["count"]) for each in two[kind]] == [(4, 1), (65536, 16384)]
+        for size in two[kind]:
+            check_size(size, bus_factor)
+    names = list(two["all_reduce"][0]["contestants"])
+    assert [name for name in names if name not in ("ring", "tree", "hierarchical", "adaptive")] == [
+        *("default", "staged", "gloo"),
+        *(["mpi"] if HAS_MPI else []),
+        "memory limit",
+    ]
+    assert list(two["send"][0]["contestants"]) == ["registered", "unregistered", "gloo"]
+    check_means(two)
+
+
+def check_size(size: dict, bus_factor: float) -> None:
+    contestants = size["contestants"]
+    assert size["fastest_of_ours"] in contestants
+    for each in contestants.values():
+        assert each["seconds"] == statistics.median(each["rounds"]) > 0
+        assert each["algbw"] == pytest.approx(size["bytes"] / each["seconds"] / 1e9)
+        assert each["busbw"] == pytest.approx(each["algbw"] * bus_factor)
+        assert each["times_gloo"] == pytest.approx(contestants["gloo"]["seconds"] / each["seconds"])
+        for peer, name in (("mpi", "times_mpi"), ("memory limit", "share_of_memory_limit")):
+            if peer in contestants:
+                assert each[name] == pytest.approx(contestants[peer]["seconds"] / each["seconds"])
+            else:
+                assert each[name] is None
+
+
+def check_means(run: dict) -> None:
+    for kind in ("all_reduce", "send"):
+        for name, means in run["geometric_means"][kind].items():
+            for ratio, mean in means.items():
+                values = [size["contestants"][name][ratio] for size in run[kind]]
+                assert mean == pytest.approx(statistics.geometric_mean(values))
+
+
+def test_the_table_is_on_stdout_and_missing_mpi_is_told_once(short_tmp):
+    """Three ranks, where bus bandwidth is not algorithm bandwidth; one of them has no part in the sends."""
+    path = without_mpirun(short_tmp)
+    code, out, err = run(short_tmp, "-n", "3", "--sizes", "64", "--rounds", "1", "--dtype", "float64", PATH=path)
+    assert code == 0, err
+    assert err == NO_MPI
+    lines = out.splitlines()
+    assert lines[0].startswith(f"{len(os.sched_getaffinity(0))} cores (")
+    assert lines[1:4] == [
+        "",
+        "all-reduce, 3 ranks, float64, 1 round (* fastest of ours)",
+        "    size        count  contestant          time µs  algbw GB/s  busbw GB/s    x gloo  of memory limit",
+    ]
+    assert lines[4].startswith("    64 B            8  default ")
+    sends = lines.index("send one way, rank 0 to rank 1 of 3, float64, 1 round")
+    assert [line.split()[-1] for line in lines[sends + 1 :]][-1] == "1.00"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["-n", "1"], "--ranks 1: a collective needs at least 2 ranks."),
+        (["--sizes", "x"], "--sizes 'x' is not a size such as 4, 64KiB or 1.5MiB."),
+        (["--plot", "b.txt"], "--plot b.txt: the name must end in .png, .svg or .pdf."),
+        (["--plot", "no/b.png"], "--plot no/b.png can't be written: No such file or directory. Name another file."),
+        (["--plot", "d.png"], "--plot d.png can't be written: Is a directory. Name another file."),
+    ],
+)
+def test_bad_input_gets_one_message_before_a_process_starts(tmp_path, short_tmp, args, message):
+    (tmp_path / "d.png").mkdir()
+    expected = f"parallel3d bench collectives: {message}\n"
+    assert run(short_tmp, *args, cwd=tmp_path) == (2, "", expected)
+    assert [path.name for path in tmp_path.iterdir()] == ["d.png"]
+
+
+def test_a_plot_without_matplotlib_is_refused_before_measuring(tmp_path, short_tmp):
+    hiding = tmp_path / "sitecustomize.py"
+    hiding.write_text(
+        "import importlib.util as u\nfind = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'matplotlib' else find(name, *a)\n"
+    )
+    expected = (
+        "parallel3d bench collectives: --plot needs matplotlib, which is not installed. "
+        "pip install 'parallel3d[plot]'.\n"
+    )
+    path = f"{ROOT}:{tmp_path}"
+    assert run(short_tmp, "--plot", "bench.png", cwd=tmp_path, PYTHONPATH=path) == (2, "", expected)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
+def test_a_signal_ends_it_and_nothing_stays(short_tmp, number, code):
+    with LongBench(short_tmp) as bench:
+        bench.send(number)
+        assert (bench.finish(), bench.stdout.text) == (code, "")
+        lines = bench.terminal.read_all().rstrip().split("\r")
+        assert [line for line in lines if not re.fullmatch(PROGRESS, line)] == []
+
+
+def test_killed_it_takes_its_processes_along(short_tmp):
+    with LongBench(short_tmp) as bench:
+        bench.send(signal.SIGKILL)
+        bench.process.wait(SECONDS)
+        bench.wait_until_nothing_is_left()
+
+
+def test_a_rank_that_dies_ends_it_with_the_reason(short_tmp):
+    with LongBench(short_tmp) as bench:
+        fork_server = next(pid for pid in children(bench.process.pid) if len(children(pid)) == 2)
+        os.kill(children(fork_server)[0], signal.SIGKILL)
+        assert (bench.finish(), bench.stdout.text) == (1, "")
+        assert re.search(
+            r"\rparallel3d: all_reduce of 1 MiB, round \d+ of 100000: \w+.*: .*rank", bench.terminal.read_all()
+        )

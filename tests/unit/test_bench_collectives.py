@@ -1,0 +1,326 @@
+"""`bench collectives` without processes: words to plans, seconds to figures, figures to tables; known values."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+import parallel3d
+from parallel3d.benchmarks import mpirun, wire
+from parallel3d.benchmarks.figures import Measured, Run, all_reduce_factor, fastest_of_ours, figures, geometric_means
+from parallel3d.benchmarks.known_values import check_sum, fill, largest_sum
+from parallel3d.benchmarks.memory_rank import PIECE_BYTES, MemoryRank, cut
+from parallel3d.benchmarks.mpirun import Mpi, find_mpi
+from parallel3d.benchmarks.our_rank import OurRank
+from parallel3d.benchmarks.plan import DTYPES, Plan, _check_memory, make_plan
+from parallel3d.benchmarks.sizes import human, parse_size, parse_sizes
+from parallel3d.benchmarks.table import render
+from parallel3d.benchmarks.wire import Command, time_calls
+from process_groups.group import STRATEGIES
+from runtime.errors import InvalidCall
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4", 4),
+        ("4B", 4),
+        (" 64KiB ", 65536),
+        ("64 kib", 65536),
+        ("64k", 65536),
+        ("1M", 1 << 20),
+        ("1.5MiB", 3 << 19),
+        ("2GiB", 2 << 30),
+    ],
+)
+def test_sizes_are_read(text, size):
+    assert parse_size(text) == size
+
+
+def test_a_list_of_sizes_keeps_its_order_and_counts_each_once():
+    assert parse_sizes("1MiB, 4,1024K,8") == (1 << 20, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(4, "4 B"), (1023, "1023 B"), (65536, "64 KiB"), (3 << 19, "1.5 MiB"), (2 << 30, "2 GiB")]
+)
+def test_sizes_are_shown(size, text):
+    assert human(size) == text
+
+
+def plan_of(ranks=("2",), sizes=None, strategies=None, dtype="float32", rounds=None, quick=False):
+    return make_plan(ranks, sizes, strategies, dtype, rounds, quick)
+
+
+def test_the_default_plan():
+    sizes = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
+    assert plan_of() == Plan((2,), sizes, STRATEGIES, "float32", 5, quick=False)
+    assert plan_of(quick=True) == Plan((2,), (4, 64 << 10, 1 << 20, 16 << 20), STRATEGIES, "float32", 3, quick=True)
+
+
+def test_ranks_may_be_a_list_and_repeated():
+    assert plan_of(ranks=("2,4", "3", "2"), sizes="4").ranks == (2, 4, 3)
+
+
+def test_large_sizes_and_quick_runs_repeat_less():
+    sizes = (4, 64 << 10, 1 << 20, 16 << 20, 256 << 20)
+    assert [plan_of().repeats(size) for size in sizes] == [200, 200, 30, 8, 3]
+    assert [plan_of(quick=True).repeats(size) for size in sizes] == [40, 40, 6, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"ranks": ("two",)}, "--ranks 'two' is not a number of ranks such as 2 or 2,4,8."),
+        ({"ranks": ("2,,4",)}, "--ranks '' is not a number of ranks such as 2 or 2,4,8."),
+        ({"ranks": ("1",)}, "--ranks 1: a collective needs at least 2 ranks."),
+        ({"sizes": "4,many"}, "--sizes 'many' is not a size such as 4, 64KiB or 1.5MiB."),
+        ({"sizes": "-4"}, "--sizes '-4' is not a size such as 4, 64KiB or 1.5MiB."),
+        ({"sizes": "0"}, "--sizes '0' is 0 bytes; give whole ones, 1 or more."),
+        ({"sizes": "1.5"}, "--sizes '1.5' is 1.5 bytes; give whole ones, 1 or more."),
+        ({"sizes": "6"}, "--sizes 6: a float32 has 4 bytes, and 6 is no multiple. Give 4 or 8."),
+        ({"sizes": "2"}, "--sizes 2: a float32 has 4 bytes, and 2 is no multiple. Give 4."),
+        ({"strategies": "best"}, f"--strategies 'best' is not one of {', '.join(STRATEGIES)}."),
+        ({"dtype": "int4"}, f"--dtype 'int4' is not one of {', '.join(DTYPES)}."),
+        ({"rounds": 0}, "--rounds 0: at least one round is needed."),
+        (
+            {"ranks": ("64",), "dtype": "bfloat16", "sizes": "4"},
+            "--ranks 64: bfloat16 is exact up to 256, too little to check the sums of so many. "
+            "Ask for 42 at most, or for another --dtype.",
+        ),
+    ],
+)
+def test_what_is_wrong_is_refused_with_the_remedy(words, message):
+    with pytest.raises(InvalidCall) as error:
+        plan_of(**words)
+    assert str(error.value) == message
+
+
+def test_more_than_the_memory_holds_is_refused():
+    plan = Plan((2, 8), (4, 256 << 20), ("default",))
+    _check_memory(plan, 4 << 30)
+    with pytest.raises(InvalidCall) as error:
+        _check_memory(plan, 3 << 30)
+    assert str(error.value) == (
+        "--sizes 256 MiB with 8 ranks needs 4 GiB of memory, and 3 GiB are available. "
+        "Leave out the largest size, or ask for fewer ranks."
+    )
+
+
+SECONDS = {
+    "default": [1e-3, 2e-3, 3e-3],
+    "ring": [4e-3, 1e-3, 1e-3],
+    "gloo": [2e-3, 6e-3, 12e-3],
+    "mpi": [1e-3, 1e-3, 1e-3],
+    "memory limit": [5e-4, 5e-4, 5e-4],
+}
+
+
+def test_figures_are_medians_and_ratios_those_of_the_rounds():
+    found = figures(Measured(1_000_000, 250_000, 8, SECONDS), all_reduce_factor(4))
+    default = found["default"]
+    assert default.seconds == 2e-3
+    assert default.algbw == pytest.approx(0.5)
+    assert default.busbw == pytest.approx(0.5 * 1.5)
+    assert default.times_gloo == pytest.approx(3.0)  # of 2, 3 and 4
+    assert default.times_mpi == pytest.approx(0.5)  # of 1, 1/2 and 1/3
+    assert default.share_of_memory_limit == pytest.approx(0.25)
+    assert fastest_of_ours(found) == "ring"
+
+
+def test_without_a_peer_there_is_no_ratio():
+    found = figures(Measured(4, 1, 8, {"default": [1.0], "gloo": [2.0]}))["default"]
+    assert (found.times_gloo, found.times_mpi, found.share_of_memory_limit) == (2.0, None, None)
+
+
+def test_geometric_means_are_over_sizes():
+    sizes = [Measured(4, 1, 1, {"default": [1.0], "gloo": [gloo]}) for gloo in (2.0, 8.0)]
+    means = geometric_means(sizes)
+    assert means == {"default": {"times_gloo": pytest.approx(4.0)}, "gloo": {"times_gloo": pytest.approx(1.0)}}
+
+
+TABLE = """\
+all-reduce, 4 ranks, float32, median of 3 rounds (* fastest of ours)
+    size        count  contestant          time µs  algbw GB/s  busbw GB/s    x gloo     x mpi  of memory limit
+     4 B            1  default              2000.0        0.00        0.00      3.00      0.50            25.0%
+                       ring *               1000.0        0.00        0.00      6.00      1.00            50.0%
+                       gloo                 6000.0        0.00        0.00      1.00      0.17             8.3%
+                       mpi                  1000.0        0.00        0.00      6.00      1.00            50.0%
+                       memory limit          500.0        0.00        0.00     12.00      2.00           100.0%
+
+  16 MiB      4194304  default               60000        0.28        0.42      3.00      0.50            25.0%
+                       ring *                30000        0.56        0.84      6.00      1.00            50.0%
+                       gloo                 180000        0.09        0.14      1.00      0.17             8.3%
+                       mpi                   30000        0.56        0.84      6.00      1.00            50.0%
+                       memory limit          15000        1.12        1.68     12.00      2.00           100.0%
+
+geometric mean, default: 3.00 x gloo, 0.50 x mpi, 25.0% of the memory limit
+geometric mean, ring: 6.00 x gloo, 1.00 x mpi, 50.0% of the memory limit
+
+send one way, rank 0 to rank 1 of 4, float32, median of 3 rounds
+    size        count  contestant          time µs  algbw GB/s    x gloo
+     4 B            1  registered *          100.0        0.00      8.00
+                       unregistered          400.0        0.00      2.00
+                       gloo                  800.0        0.00      1.00"""
+
+
+def test_the_table():
+    sends = {"registered": [1e-4], "unregistered": [4e-4], "gloo": [8e-4]}
+    run = Run(
+        4,
+        (
+            Measured(4, 1, 200, SECONDS),
+            Measured(16 << 20, 4 << 20, 8, {n: [30 * s for s in v] for n, v in SECONDS.items()}),
+        ),
+        (Measured(4, 1, 200, sends),),
+    )
+    assert render(run, "float32", 3) == TABLE
+
+
+def test_without_mpi_the_table_has_no_such_column():
+    seconds = {name: SECONDS[name][:1] for name in ("default", "gloo", "memory limit")}
+    run = Run(2, (Measured(4, 1, 200, seconds),), (Measured(4, 1, 200, seconds),))
+    text = render(run, "float32", 1)
+    assert "mpi" not in text
+    assert "all-reduce, 2 ranks, float32, 1 round (* fastest of ours)\n" in text
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [1, 2, 3, 200_000])
+def test_known_values_add_up_in_every_dtype(dtype, length):
+    make = partial(torch.tensor, dtype=DTYPES[dtype])
+    parts = [torch.empty(length, dtype=DTYPES[dtype]) for _ in range(7)]
+    for rank, part in enumerate(parts):
+        fill(part, rank, make)
+    total = sum(parts[1:], parts[0].clone())
+    check_sum(total, range(7), make, "it")
+    assert total.max() <= largest_sum(7)
+    if length > 3:
+        for rank in range(7):
+            with pytest.raises(ValueError, match="it gave"):  # any one rank missing
+                check_sum(total - parts[rank], range(7), make, "it")
+
+
+@pytest.mark.parametrize("make_buffer", [torch.zeros, np.zeros])
+def test_a_wrong_sum_is_told_with_its_place(make_buffer):
+    buffer = make_buffer(200_000)
+    make = partial(torch.tensor, dtype=torch.float32) if make_buffer is torch.zeros else partial(np.array, dtype=float)
+    fill(buffer, 2, make)
+    check_sum(buffer, range(2, 3), make, "it")
+    buffer[199_999] = 77
+    with pytest.raises(ValueError, match=r"^it gave 77\.0 at element 199999, not 3\.0$"):
+        check_sum(buffer, range(2, 3), make, "it")
+
+
+@pytest.mark.parametrize(("length", "parts"), [(10, 3), (2, 5), (0, 2), (8, 4)])
+def test_a_cut_covers_all_in_order(length, parts):
+    pieces = cut(length, parts)
+    assert [index for piece in pieces for index in piece] == list(range(length))
+    assert len(pieces) == parts
+    assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
+
+
+@pytest.mark.parametrize("num_cores", [1, 2, 3])
+def test_the_memory_limit_moves_the_bytes_of_an_all_reduce(num_cores):
+    num_ranks, num_bytes = 3, 4 * PIECE_BYTES
+    added = copied = 0
+    for core in range(num_cores):
+        rank = MemoryRank(num_ranks, core, num_cores)
+        rank.prepare(Command("all_reduce", num_bytes))
+        rank.check()
+        assert max(own.nbytes for own, _ in rank._pieces) <= PIECE_BYTES
+        added += sum(other.nbytes for _, others in rank._pieces for other in others)
+        copied += sum(own.nbytes * len(others) for own, others in rank._pieces)
+    assert added == copied == (num_ranks - 1) * num_bytes  # n(n-1) times 1/n
+
+
+class Counting:
+    """A contestant that only notes what is asked of it."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def __getattr__(self, name: str):
+        return lambda *_: self.asked.append(name)
+
+
+def test_calls_are_checked_warmed_up_and_synchronised_before_the_clock_starts():
+    contestant = Counting()
+    seconds = time_calls(contestant, Command("all_reduce", 4, repeats=3, check=True))
+    assert contestant.asked == ["prepare", "check", "call", "call", "barrier", "call", "call", "call"]
+    assert math.isfinite(seconds)
+
+
+def test_a_send_there_and_back_counts_as_two(monkeypatch):
+    clock = iter([10.0, 22.0, 10.0, 22.0])
+    monkeypatch.setattr(wire.time, "perf_counter", lambda: next(clock))
+    assert time_calls(Counting(), Command("all_reduce", 4, repeats=3)) == 4.0
+    assert time_calls(Counting(), Command("send", 4, repeats=3)) == 2.0
+
+
+def test_a_command_survives_the_wire():
+    command = Command("send", 64, "int8", 7, "ring", registered=False, check=True)
+    assert Command.from_line(command.to_line()) == command
+
+
+def test_why_mpi_is_left_out(monkeypatch):
+    monkeypatch.setattr(mpirun.shutil, "which", lambda name: None)
+    assert find_mpi("float32") == (
+        "there is no mpirun on PATH. Install Open MPI (such as apt install openmpi-bin) and pip install mpi4py."
+    )
+    monkeypatch.setattr(mpirun.shutil, "which", lambda name: "/bin/mpirun")
+    monkeypatch.setattr(mpirun.importlib.util, "find_spec", lambda name: None)
+    assert find_mpi("float32") == "mpi4py is not installed. pip install mpi4py."
+    monkeypatch.setattr(mpirun.importlib.util, "find_spec", lambda name: object())
+    assert find_mpi("bfloat16") == ("it has no bfloat16. Choose --dtype float32, float64, int32, int64, int8 or uint8.")
+
+
+def test_only_open_mpi_gets_its_own_options(monkeypatch):
+    monkeypatch.setattr(mpirun.os, "geteuid", lambda: 0)
+    open_mpi = Mpi("mpirun", "mpirun (Open MPI) 4.1.4")
+    assert open_mpi.command(4) == ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "4"]
+    assert Mpi("mpirun", "HYDRA build details:").command(4) == ["mpirun", "-n", "4"]
+    monkeypatch.setattr(mpirun.os, "geteuid", lambda: 1000)
+    assert open_mpi.command(4) == ["mpirun", "--oversubscribe", "-n", "4"]
+
+
+class Forgetful:
+    """A group of two whose all-reduce and whose sends lose one element."""
+
+    def __init__(self, group: parallel3d.Group) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str):
+        return getattr(self._group, name)
+
+    async def all_reduce(self, tensor: torch.Tensor, **options) -> None:
+        await self._group.all_reduce(tensor, **options)
+        tensor[5] = 0
+
+    async def recv(self, tensor: torch.Tensor, src: int) -> None:
+        await self._group.recv(tensor, src)
+        tensor[5] = 0
+
+
+@pytest.mark.parametrize(("kind", "what"), [("all_reduce", "an all-reduce"), ("send", "a send")])
+@pytest.mark.parametrize("registered", [True, False])
+async def test_our_ranks_check_what_they_compute(kind, what, registered):
+    command = Command(kind, 64, repeats=2, registered=registered, check=True)
+
+    async def honest() -> float:
+        async with parallel3d.mesh(dp=2) as mesh:
+            return await OurRank(mesh.world).perform(command)
+
+    async def forgetful() -> float:
+        async with parallel3d.mesh(dp=2) as mesh:
+            return await OurRank(Forgetful(mesh.world)).perform(command)
+
+    assert min(await parallel3d.in_process(honest, ranks=2)) > 0
+    with pytest.raises(ValueError, match=f"^{what} of 64 bytes gave 0.0 at element 5, not "):
+        await parallel3d.in_process(forgetful, ranks=2)
