@@ -79,13 +79,16 @@ class Crew:
 
     async def ready(self) -> None:
         """Until every rank waits for commands; BenchmarkError where they ended before."""
-        connected = asyncio.gather(*self._expected)
+        connected = asyncio.create_task(self._connect())
         either: set[asyncio.Future[Any]] = {connected, self._running}
         await asyncio.wait(either, timeout=_READY_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         if not connected.done():
             connected.cancel()
             raise await self._failure(f"were not ready within {_READY_SECONDS:g} s")
         self._connections = connected.result()
+
+    async def _connect(self) -> list[Connection]:
+        return [await expected for expected in self._expected]
 
     async def ask(self, command: Command) -> float:
         """Let every rank carry it out; the seconds of the slowest."""

@@ -152,6 +152,21 @@ def test_the_table_is_on_stdout_and_missing_mpi_is_told_once(short_tmp):
     assert [line.split()[-1] for line in lines[sends + 1 :]][-1] == "1.00"
 
 
+@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="without mpi4py it is not even tried")
+def test_an_mpi_that_does_not_work_is_left_out_with_its_own_words(short_tmp):
+    folder = short_tmp / "bin"
+    folder.mkdir()
+    broken = folder / "mpirun"
+    broken.write_text("#!/bin/sh\nif [ $1 = --version ]; then echo some MPI; else echo no slots >&2; exit 3; fi\n")
+    broken.chmod(0o755)
+    args = ("-n", "2", "--sizes", "4", "--rounds", "1", "--json")
+    code, out, err = run(short_tmp, *args, PATH=f"{folder}:{os.environ['PATH']}")
+    note = "mpi is left out of 2 ranks: the ranks of mpi failed:\nno slots"
+    assert (code, err) == (0, f"parallel3d bench collectives: {note}\n")
+    assert json.loads(out)["notes"] == [note]
+    assert "mpi" not in json.loads(out)["runs"][0]["all_reduce"][0]["contestants"]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
