@@ -12,18 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from parallel3d.benchmarks.mpi_guard import LEAVE_SECONDS
 from runtime.fork_client import HOME
 
 DTYPES = ("float32", "float64", "int32", "int64", "int8", "uint8")  # what both numpy and MPI know
-_TERMINATE_SECONDS = 5.0
+_TERMINATE_SECONDS = 2 * LEAVE_SECONDS
 _ERROR_BYTES = 4000
-# mpirun gets SIGTERM when this process ends in whatever way: it then removes its shared memory, too.
-_BOUND = """\
-import os, signal, sys
-from runtime.processes import die_with_parent
-die_with_parent(int(sys.argv[1]), signal.SIGTERM)
-os.execvp(sys.argv[2], sys.argv[2:])
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +63,8 @@ async def run_mpi(mpi: Mpi, num_ranks: int, folder: Path, *args: str) -> str:
     }
     with said.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", _BOUND, str(os.getpid()), *mpi.command(num_ranks), *program),
+            *(sys.executable, "-m", "parallel3d.benchmarks.mpi_guard", str(os.getpid())),
+            *(*mpi.command(num_ranks), *program),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -93,5 +88,5 @@ async def _end(process: asyncio.subprocess.Process) -> None:
             await process.wait()
     except TimeoutError:
         with suppress(ProcessLookupError):
-            process.kill()  # its ranks die with it
+            process.kill()  # mpirun, now an orphan, and its ranks end with the bench process's other descendants
         await process.wait()

@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -101,11 +102,14 @@ def time_calls(contestant: Contestant, command: Command) -> float:
 
 def serve(contestant: Contestant, crew: str, path: str) -> None:
     """Carry out commands until the bench process hangs up."""
-    with socket.socket(socket.AF_UNIX) as connection, connection.makefile("rwb") as stream:
+    with (
+        socket.socket(socket.AF_UNIX) as connection,
+        connection.makefile("rb") as commands,
+        suppress(BrokenPipeError, ConnectionResetError),  # it hung up while we were busy
+    ):
         connection.connect(path)
-        stream.write(to_line(crew=crew, rank=contestant.rank))
-        stream.flush()
-        for line in stream:
+        connection.sendall(to_line(crew=crew, rank=contestant.rank))
+        for line in commands:
             command = Command.from_line(line)
             try:
                 seconds = 0.0
@@ -114,7 +118,6 @@ def serve(contestant: Contestant, crew: str, path: str) -> None:
                 else:
                     seconds = time_calls(contestant, command)
             except Exception as error:
-                stream.write(to_line(error=f"{type(error).__name__}: {error}"))
+                connection.sendall(to_line(error=f"{type(error).__name__}: {error}"))
                 raise
-            stream.write(to_line(seconds=seconds))
-            stream.flush()
+            connection.sendall(to_line(seconds=seconds))

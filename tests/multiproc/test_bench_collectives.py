@@ -54,14 +54,21 @@ class LongBench(Bench):
     def __init__(self, folder: Path) -> None:
         self._fd, theirs = os.openpty()
         self.terminal = Stream(self._fd)
-        before = ("-c", _ON_TERMINAL, os.ttyname(theirs))
-        super().__init__(folder, "-n", "2", "--sizes", "1MiB", "--rounds", "100000", before=before)
+        self.shared_memory = folder / "shm"
+        self.shared_memory.mkdir()
+        super().__init__(
+            folder,
+            *("-n", "2", "--sizes", "1MiB", "--rounds", "100000"),
+            before=("-c", _ON_TERMINAL, os.ttyname(theirs)),
+            OMPI_MCA_btl_vader_backing_directory=str(self.shared_memory),
+        )
         self.terminal.wait_for("all_reduce of 1 MiB, round 2 of 100000: default", SECONDS)
         os.close(theirs)
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         os.close(self._fd)
+        assert list(self.shared_memory.iterdir()) == []
 
 
 @pytest.fixture
