@@ -90,41 +90,50 @@ def _all_reduce_staged(exchange: Exchange, call: Call) -> Steps:
     """A chunk a round: while a chunk is read out, the next is reduced and the one after that is put in.
 
     round   0      1        2        3
-    put in  c0     c1       c2
-    reduce         c0       c1       c2     this rank's part, into its own slot
-    read                    c0       c1 …   from each rank's slot its part
+    put in  c0     c1       c2              all but this rank's own part, which nobody else reads
+    reduce         c0       c1       c2     this rank's part, and into its slot for the others
+    read                    c0       c1 …   from each other rank's slot its part
     """
     target, op = call.target, call.op
     assert target is not None
     assert op is not None
-    target, me = target.view(-1), exchange.me
+    target = target.view(-1)
     step = CHUNK // target.element_size()
     chunks = [target[a : a + step] for a in range(0, target.numel(), step)]
-    reduced: tuple[int, torch.Tensor] | None = None
+    reduced: tuple[torch.Tensor, list[torch.Tensor]] | None = None
     for chunk in [*chunks, None]:
-        first = exchange.next_round
+        slots = [] if chunk is None else exchange.slots(exchange.next_round, chunk.numel(), chunk.dtype)
         if chunk is not None:
-            exchange.slots(first, chunk.numel(), chunk.dtype)[me].copy_(chunk)
+            _put_in(exchange, chunk, slots)
         yield from exchange.everybody(exchange.arrive())
+        exchange.check()
         if reduced is not None:
-            _read_parts(exchange, *reduced)
+            _read_out(exchange, *reduced)
         if chunk is not None:
-            slots = exchange.slots(first, chunk.numel(), chunk.dtype)
-            _reduce_part(exchange, slots, op)
-            reduced = first, chunk
+            _reduce_own_part(exchange, chunk, slots, op)
+            reduced = chunk, slots
 
 
-def _reduce_part(exchange: Exchange, slots: Sequence[torch.Tensor], op: str) -> None:
+def _put_in(exchange: Exchange, chunk: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
+    a, b = part(chunk.numel(), exchange.me, exchange.size)
+    slot = slots[exchange.me]
+    slot[:a].copy_(chunk[:a])
+    slot[b:].copy_(chunk[b:])
+
+
+def _reduce_own_part(exchange: Exchange, chunk: torch.Tensor, slots: Sequence[torch.Tensor], op: str) -> None:
     me = exchange.me
-    for a, b in pieces(*part(slots[me].numel(), me, exchange.size), slots[me].element_size()):
-        exchange.reduce(slots[me][a:b], [slot[a:b] for slot in slots], op)
+    sources = [chunk if rank == me else slot for rank, slot in enumerate(slots)]
+    for a, b in pieces(*part(chunk.numel(), me, exchange.size), chunk.element_size()):
+        exchange.reduce(chunk[a:b], [source[a:b] for source in sources], op)
+        slots[me][a:b].copy_(chunk[a:b])
 
 
-def _read_parts(exchange: Exchange, round_number: int, chunk: torch.Tensor) -> None:
-    slots = exchange.slots(round_number, chunk.numel(), chunk.dtype)
+def _read_out(exchange: Exchange, chunk: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
     for peer, slot in enumerate(slots):
-        a, b = part(chunk.numel(), peer, exchange.size)
-        chunk[a:b].copy_(slot[a:b])
+        if peer != exchange.me:
+            a, b = part(chunk.numel(), peer, exchange.size)
+            chunk[a:b].copy_(slot[a:b])
 
 
 # The other collectives: each rank shows its source, and takes what it needs from the others'.

@@ -37,7 +37,7 @@ def patience(num_ranks_here: int) -> Patience:
     """For ranks that share this host's cores. Where they don't fit, a peer needs the core more than this one."""
     if _MACHINE != "x86_64":  # only there are other cores' stores seen in order without a system call
         return Patience(0, 0)
-    return Patience(1000, 10) if num_ranks_here <= len(os.sched_getaffinity(0)) else Patience(0, 20)
+    return Patience(1000, 10) if num_ranks_here <= len(os.sched_getaffinity(0)) else Patience(0, 50)
 
 
 class _Timespec(ctypes.Structure):
