@@ -65,12 +65,14 @@ class Ring:
     def finished(self) -> int:
         return self._words[1]
 
-    def post(self, number: int, text: str) -> None:
-        """Write down the next call."""
+    def post(self, number: int, text: str) -> int:
+        """Write down the next call; the word that stands for it, in every ring."""
         if self._num_written - self._written.get(text, -self._num_texts) >= self._num_slots:
             self._write(text)
-        self._words[_RING_HEAD + number % self._num_slots] = _word(number, text)
+        word = (number & _MASK) << 32 | _hash(text)
+        self._words[_RING_HEAD + number % self._num_slots] = word
         self._words[0] = number
+        return word
 
     def _write(self, text: str) -> None:
         data = text[:_LONGEST].encode()
@@ -104,10 +106,10 @@ class Ring:
                 return bytes(self._texts[start : start + length]).decode()
         return None
 
-    def differs(self, number: int, text: str) -> str | None:
-        """The other text that stands there as `number`, if one does."""
+    def differs(self, number: int, mine: int) -> str | None:
+        """The text of another word than mine that stands there as `number`, if one does."""
         word = self._words[_RING_HEAD + number % self._num_slots]
-        if word == _word(number, text) or word >> 32 != number & _MASK:
+        if word == mine or word >> 32 != number & _MASK:
             return None
         for _ in range(20):  # a CPU with weaker ordering than x86 may show the word before the text
             if (other := self.read(number)) is not None:
@@ -119,10 +121,6 @@ class Ring:
 @lru_cache(maxsize=4096)
 def _hash(text: str) -> int:
     return zlib.crc32(text[:_LONGEST].encode())
-
-
-def _word(number: int, text: str) -> int:
-    return (number & _MASK) << 32 | _hash(text)
 
 
 class Page:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -15,6 +14,7 @@ from process_groups.signals import Abandoned, Counter
 from runtime.errors import CommunicationError
 
 _MOST_KNOWN = 512  # shapes whose views are kept: making them would cost more than a small call's own work
+_MOST_PIECES = 8192  # views of pieces that are kept, about 5 MiB
 
 
 class Exchange:
@@ -37,6 +37,7 @@ class Exchange:
         ]
         self._work_space: torch.Tensor | None = None
         self._views: dict[tuple[int, torch.dtype], list[list[torch.Tensor]]] = {}
+        self._num_piece_views = 0
         self._piece_views: dict[tuple[object, ...], list[list[torch.Tensor]]] = {}
 
     # Rounds.
@@ -56,6 +57,13 @@ class Exchange:
         for counter in self._progress_of:
             if counter.words[0] < round_number:
                 yield counter, round_number
+
+    def has_everybody(self, round_number: int) -> bool:
+        """Whether each peer has arrived."""
+        for counter in self._progress_of:  # noqa: SIM110  # `all` would cost half a microsecond more
+            if counter.words[0] < round_number:
+                return False
+        return True
 
     # Giving up.
 
@@ -81,7 +89,8 @@ class Exchange:
         key = (numel, dtype)
         views = self._views.get(key)
         if views is None:
-            _keep_small(self._views)
+            if len(self._views) >= _MOST_KNOWN:
+                self._views.clear()
             views = self._views[key] = [
                 [arena.tensor(self.layout.slot(slot), numel, dtype) for arena in self.arenas if arena is not None]
                 for slot in range(NUM_SLOTS)
@@ -118,14 +127,13 @@ class Exchange:
         """Views that the same call needed last time."""
         views = self._piece_views.get(key)
         if views is None:
-            _keep_small(self._piece_views)
-            views = self._piece_views[key] = make()
+            views = make()
+            self._num_piece_views += len(views) * self.size
+            if self._num_piece_views > _MOST_PIECES:
+                self._piece_views.clear()
+                self._num_piece_views = len(views) * self.size
+            self._piece_views[key] = views
         return views
-
-
-def _keep_small(known: dict[Any, Any]) -> None:
-    if len(known) >= _MOST_KNOWN:
-        known.clear()
 
 
 def _word(arena: Mapping, offset: int) -> memoryview:

@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from monitoring.collectives import CollectiveRecorder
+from process_groups.lane import ENDED
 from process_groups.transport import POINT_TO_POINT, REDUCE_OPS, Call, Explanation, Transport, describe_terms
 from process_groups.work import CopyBack, Work
 from runtime.errors import CommunicationError, Coords, DeadlineExceeded, GroupClosed, InvalidCall, name_rank
@@ -270,6 +271,9 @@ class Group:
         except CommunicationError as refused:
             error = refused
         work = Work(self, call, result, copy_back, began, completion)
+        if completion is ENDED:
+            work.end_well()
+            return work
         self._under_way.add(work)
         if error is not None:
             self._fail(work, error)

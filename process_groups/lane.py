@@ -73,6 +73,11 @@ class Lane:
             asyncio.get_running_loop().call_soon(self._kick)
         return task
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether a call that is made now would be the next."""
+        return not self._tasks and not self._driving.locked()
+
     def _kick(self) -> None:
         self._kick_is_due = False
         if self._tasks:
@@ -110,6 +115,27 @@ class Lane:
     def stop(self) -> None:
         """Let the thread end after what it has."""
         self._thread.stop()
+
+
+class Ended:
+    """The Completion of a call that was carried out when it was made."""
+
+    ended_at = None
+
+    def has_ended(self) -> bool:
+        return True
+
+    def ended_well(self, seconds: float) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def add_done_callback(self, callback: Callable[[Completion], None], /) -> None:
+        callback(self)
+
+
+ENDED = Ended()
 
 
 class Task:

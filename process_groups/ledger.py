@@ -41,21 +41,27 @@ class Ledger:
     def post(self, call: Call) -> None:
         """Write down a call; raises Mismatch where a peer has already called something else in its place."""
         mine, theirs = self._collective_rings if call.kind not in POINT_TO_POINT else self._pair_rings(call)
-        mine.post(call.number, call.terms)
+        word = mine.post(call.number, call.terms)
         for index, ring in theirs:
-            other = ring.differs(call.number, call.terms)
+            other = ring.differs(call.number, word)
             if other is not None:
                 raise self.mismatch(call, index, other)
 
     def posted(self, call: Call, steps: Steps) -> Steps:
         """The steps of a call that is written down now, or by its first step where the board has no room yet: once it
         is this call's turn, the peers are near."""
-        if not self.has_room(call):
-            return self._post_first(call, steps)
-        self.post(call)
-        return steps
+        return steps if self.post_at_once(call) else self.post_first(call, steps)
 
-    def _post_first(self, call: Call, steps: Steps) -> Steps:
+    def post_at_once(self, call: Call) -> bool:
+        """Write a call down, unless the board has no room, or an earlier call still waits for that."""
+        mine, _ = self._collective_rings if call.kind not in POINT_TO_POINT else self._pair_rings(call)
+        if mine.issued != call.number - 1 or not self.has_room(call):
+            return False
+        self.post(call)
+        return True
+
+    def post_first(self, call: Call, steps: Steps) -> Steps:
+        """The steps, after writing the call down."""
         self.post(call)
         yield from steps
 

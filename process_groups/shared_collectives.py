@@ -19,14 +19,12 @@ from process_groups.shared_layout import CHUNK
 from process_groups.transport import Call
 
 FLAT = 64 << 10  # bytes: up to here one round and n additions on every rank cost less than two rounds
-_MOST_REMEMBERED = 32  # pieces of a call whose views are kept
 
 
 def steps_of(exchange: Exchange, call: Call) -> Steps:
     """This rank's part in a collective."""
     if call.kind == "all_reduce":
-        assert call.target is not None
-        return (_all_reduce_flat if call.target.nbytes <= FLAT else _all_reduce)(exchange, call)
+        return (_all_reduce_flat if is_flat(call) else _all_reduce)(exchange, call)
     return _barrier(exchange) if call.kind == "barrier" else _exposing(exchange, call)
 
 
@@ -34,16 +32,42 @@ def _barrier(exchange: Exchange) -> Steps:
     yield from exchange.everybody(exchange.arrive())
 
 
-def _all_reduce_flat(exchange: Exchange, call: Call) -> Steps:
+class FlatAllReduce:
     """Every rank adds up all ranks' values, in the same order."""
-    target, op = call.target, call.op
-    assert target is not None
-    assert op is not None
-    target = target if target.dim() == 1 else target.view(-1)
-    slots = exchange.slots(exchange.next_round, target.numel(), target.dtype)
-    slots[exchange.me].copy_(target)
-    yield from exchange.everybody(exchange.arrive())
-    exchange.reduce(target, slots, op)
+
+    __slots__ = ("_exchange", "_op", "_round", "_slots", "_target")
+
+    def __init__(self, exchange: Exchange, call: Call) -> None:
+        """Put this rank's values in, and arrive."""
+        target, op = call.target, call.op
+        assert target is not None
+        assert op is not None
+        self._exchange, self._op = exchange, op
+        self._target = target if target.dim() == 1 else target.view(-1)
+        self._slots = exchange.slots(exchange.next_round, target.numel(), target.dtype)
+        self._slots[exchange.me].copy_(self._target)
+        self._round = exchange.arrive()
+
+    def at_once(self) -> bool:
+        """Finish it if every rank has arrived."""
+        if not self._exchange.has_everybody(self._round):
+            return False
+        self._exchange.reduce(self._target, self._slots, self._op)
+        return True
+
+    def steps(self) -> Steps:
+        """What is left to do."""
+        yield from self._exchange.everybody(self._round)
+        self._exchange.reduce(self._target, self._slots, self._op)
+
+
+def is_flat(call: Call) -> bool:
+    """Whether an all-reduce is small enough for one round."""
+    return call.kind == "all_reduce" and call.target is not None and call.target.nbytes <= FLAT
+
+
+def _all_reduce_flat(exchange: Exchange, call: Call) -> Steps:
+    yield from FlatAllReduce(exchange, call).steps()
 
 
 def _all_reduce(exchange: Exchange, call: Call) -> Steps:
@@ -74,10 +98,7 @@ def _reduce_in_place(exchange: Exchange, call: Call, offsets: Sequence[int]) -> 
                 if arena is not None
             ]
 
-    views: Iterator[list[torch.Tensor]] | list[list[torch.Tensor]] = views_of_pieces()
-    if call.target.nbytes // exchange.size <= _MOST_REMEMBERED * (512 << 10):
-        views = exchange.remembered((numel, dtype, *offsets), lambda: list(views_of_pieces()))
-    for inputs in views:
+    for inputs in exchange.remembered((numel, dtype, *offsets), lambda: list(views_of_pieces())):
         own = inputs[me]
         exchange.reduce(own, inputs, call.op)
         for peer, theirs in enumerate(inputs):

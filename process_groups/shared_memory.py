@@ -9,9 +9,9 @@ import torch
 
 from process_groups.arena import Mapping
 from process_groups.exchange import Exchange
-from process_groups.lane import Lane, Steps, Task, is_short
+from process_groups.lane import ENDED, Ended, Lane, Steps, Task, is_short
 from process_groups.ledger import Ledger, Member
-from process_groups.shared_collectives import FLAT, steps_of
+from process_groups.shared_collectives import FLAT, FlatAllReduce, is_flat, steps_of
 from process_groups.shared_layout import GroupLayout
 from process_groups.shared_packets import Packets
 from process_groups.signals import patience
@@ -61,10 +61,18 @@ class SharedMemoryTransport:
     def _explain(self, call: Call) -> CommunicationError:
         return self._ledger.trouble(call) or GroupClosed(f"group {self._name_of_group} was given up")
 
-    def start(self, call: Call) -> Task:
+    def start(self, call: Call) -> Task | Ended:
+        if not self._ledger.post_at_once(call):  # once it is this call's turn, the peers are near
+            lane, steps = self._lane_and_steps(call)
+            return lane.add(call, self._ledger.post_first(call, steps), is_short=False)
+        if call.kind in POINT_TO_POINT:
+            if self._packets.at_once(call):
+                return ENDED
+        elif call.strategy == "default" and self._collectives.is_idle and is_flat(call) and not call.is_empty:
+            flat = FlatAllReduce(self._exchange, call)
+            return ENDED if flat.at_once() else self._collectives.add(call, flat.steps(), is_short=True)
         lane, steps = self._lane_and_steps(call)
-        short = is_short(call) and (call.strategy != "adaptive" or self._adaptive.is_ready)
-        return lane.add(call, self._ledger.posted(call, steps), short)
+        return lane.add(call, steps, is_short(call) and (call.strategy != "adaptive" or self._adaptive.is_ready))
 
     def _lane_and_steps(self, call: Call) -> tuple[Lane, Steps]:
         if call.kind in POINT_TO_POINT:

@@ -1,7 +1,7 @@
 """Sends and receives through shared memory: packets in the sender's arena, which the receiver reads.
 
-A large registered tensor is one packet that only says where it lies. Everything else is copied into packets; a send
-whose packets all found room has ended, whether or not the receiver has come.
+A registered tensor from 32 KiB up is one packet that only says where it lies. Everything else is copied into packets; a
+send whose packets all found room has ended, whether or not the receiver has come.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from process_groups.signals import Counter
 from process_groups.transport import Call
 
 _HEADER = struct.Struct("<QQ")
+_WORTH_SHOWING = (
+    32 << 10
+)  # bytes: a registered tensor from here up is read where it lies, and the sender waits for that
 _MOST_KNOWN = 256  # sizes whose views are kept
 
 
@@ -51,20 +54,31 @@ class Outbox(_Pair):
         source = call.source
         assert source is not None
         source = source if source.dim() == 1 else source.view(-1)
-        if source.nbytes <= PACKET:
-            return self._put((source,) if source.numel() else ())
-        offset = self._sender.offset_of(source)
-        if offset is None:
+        offset = self._sender.offset_of(source) if source.nbytes > _WORTH_SHOWING else None
+        if offset is not None:
+            return self._show(source.nbytes, offset)
+        if source.nbytes > PACKET:
             return self._put(torch.split(source.view(torch.uint8), PACKET))
-        return self._show(source.nbytes, offset)
+        return self._put((source,) if source.numel() else ())
+
+    def at_once(self, call: Call) -> bool:
+        source = call.source
+        assert source is not None
+        if not 0 < source.nbytes <= _WORTH_SHOWING or self.consumed.words[0] <= self.number - NUM_PACKETS:
+            return False
+        source = source if source.dim() == 1 else source.view(-1)
+        self._packet(source.numel(), source.dtype).copy_(source)
+        self.number += 1
+        self.sent.store(self.number)
+        return True
 
     def _put(self, parts: Sequence[torch.Tensor]) -> Steps:
         for part in parts:
             if self.consumed.value <= self.number - NUM_PACKETS:
                 yield self.consumed, self.number - NUM_PACKETS + 1
             self._packet(part.numel(), part.dtype).copy_(part)
-            if len(parts) > 1:
-                self._write_header(part.numel(), 0)
+            if part.nbytes > _WORTH_SHOWING or len(parts) > 1:
+                self._write_header(part.nbytes, 0)
             self.number += 1
             self.sent.store(self.number)
 
@@ -88,10 +102,21 @@ class Inbox(_Pair):
         target = call.target
         assert target is not None
         target = target if target.dim() == 1 else target.view(-1)
-        return self._take(target) if target.nbytes <= PACKET else self._take_all(target.view(torch.uint8))
+        return self._take(target) if target.nbytes <= _WORTH_SHOWING else self._take_all(target.view(torch.uint8))
+
+    def at_once(self, call: Call) -> bool:
+        target = call.target
+        assert target is not None
+        if not 0 < target.nbytes <= _WORTH_SHOWING or self.sent.words[0] <= self.number:
+            return False
+        target = target if target.dim() == 1 else target.view(-1)
+        target.copy_(self._packet(target.numel(), target.dtype))
+        self.number += 1
+        self.consumed.store(self.number)
+        return True
 
     def _take(self, target: torch.Tensor) -> Steps:
-        """One packet, which needs no header: both ends know the size."""
+        """One packet, which needs no header: both ends know its size."""
         if target.numel() == 0:
             return
         if self.sent.value <= self.number:
@@ -127,6 +152,12 @@ class Packets:
     def reaches(self, peer: int | None) -> bool:
         """Whether a peer shares this rank's memory."""
         return peer is not None and self._arenas[peer] is not None
+
+    def at_once(self, call: Call) -> bool:
+        """Carry out a small send, or the receive of something small that is there, unless others come first."""
+        assert call.peer is not None
+        lane, box = self._boxes.get((call.kind, call.peer)) or self._open(call.kind, call.peer)
+        return lane.is_idle and box.at_once(call)
 
     def lane_and_steps(self, call: Call) -> tuple[Lane, Steps]:
         """In which order a send or receive comes, and what is to be done."""

@@ -72,11 +72,10 @@ class Work:
         return time.monotonic() if known is None else known
 
     def __await__(self) -> Generator[object, None, torch.Tensor]:
-        if not self._ended:
-            if not self._ends_within(_INLINE):
-                yield from self._wait().__await__()
-            elif self._group._has_kept_the_loop():
-                yield None  # timers and other tasks have waited long enough
+        if not self._ended and not self._ends_within(_INLINE):
+            yield from self._wait().__await__()
+        elif self._group._has_kept_the_loop():
+            yield None  # timers and other tasks have waited long enough
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]  # only a barrier has none, and nobody uses its value
