@@ -13,7 +13,7 @@ import torch
 import parallel3d
 from parallel3d.benchmarks.known_values import check_sum, fill
 from parallel3d.benchmarks.plan import torch_dtype
-from parallel3d.benchmarks.wire import WARM_UP, Command, stdout_to_stderr, to_line
+from parallel3d.benchmarks.wire import Command, stdout_to_stderr, to_line
 
 _CALL_SECONDS = 120.0  # the deadline of one call
 
@@ -53,7 +53,7 @@ class OurRank:
             await group.all_reduce(tensor, strategy=strategy)
             check_sum(tensor, range(group.size), make, f"an all-reduce of {command.num_bytes} bytes")
             tensor.zero_()
-        for _ in range(WARM_UP):
+        for _ in range(command.warm_up):
             await group.all_reduce(tensor, strategy=strategy)
         await group.barrier()
         start = time.perf_counter()
@@ -69,7 +69,7 @@ class OurRank:
         peer = 1 - group.rank
         if command.check:
             await self._check_sends(tensor, peer)
-        for _ in range(WARM_UP):
+        for _ in range(command.warm_up):
             await self._there_and_back(tensor, peer)
         start = time.perf_counter()
         for _ in range(command.repeats):

@@ -19,8 +19,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-WARM_UP = 2  # calls before the clock starts
-
 
 @dataclass(frozen=True, slots=True)
 class Command:
@@ -41,6 +39,11 @@ class Command:
     def num_timed(self) -> int:
         """What the time of all repeats is divided by: the all-reduces, or the messages one way."""
         return 2 * self.repeats if self.kind == "send" else self.repeats
+
+    @property
+    def warm_up(self) -> int:
+        """Calls before the clock starts. After a pause a core takes some milliseconds to be as fast as it can."""
+        return max(2, self.repeats // 4)
 
     def to_line(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"
@@ -91,7 +94,7 @@ def time_calls(contestant: Contestant, command: Command) -> float:
     contestant.prepare(command)
     if command.check:
         contestant.check()
-    for _ in range(WARM_UP):
+    for _ in range(command.warm_up):
         contestant.call()
     contestant.barrier()
     start = time.perf_counter()
