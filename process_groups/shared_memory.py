@@ -68,11 +68,17 @@ class SharedMemoryTransport:
         if call.kind in POINT_TO_POINT:
             if self._packets.at_once(call):
                 return ENDED
-        elif call.strategy == "default" and self._collectives.is_idle and is_flat(call) and not call.is_empty:
+        elif is_flat(call) and self._collectives.is_idle and self._takes_default(call):
             flat = FlatAllReduce(self._exchange, call)
             return ENDED if flat.at_once() else self._collectives.add(call, flat.steps(), is_short=True)
         lane, steps = self._lane_and_steps(call)
         return lane.add(call, steps, is_short(call) and (call.strategy != "adaptive" or self._adaptive.is_ready))
+
+    def _takes_default(self, call: Call) -> bool:
+        strategy = call.strategy
+        return not call.is_empty and (
+            strategy == "default" or (strategy == "adaptive" and self._adaptive.takes_default(call))
+        )
 
     def _lane_and_steps(self, call: Call) -> tuple[Lane, Steps]:
         if call.kind in POINT_TO_POINT:
