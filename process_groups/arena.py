@@ -14,6 +14,7 @@ import secrets
 import threading
 import weakref
 from bisect import insort
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
@@ -90,6 +91,8 @@ class Arena(Mapping):
         self._lock = threading.Lock()
         self._free = [(_round_up(reserved, _PAGE), size)]
         """Free ranges (start, stop) in order."""
+        self._returned: deque[tuple[int, int]] = deque()
+        """Ranges that are not in use any more, and not among the free ones yet."""
         self.num_bytes_used = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
@@ -110,6 +113,7 @@ class Arena(Mapping):
         return tensor
 
     def _allocate(self, size: int) -> int | None:
+        self._take_back()
         with self._lock:
             for i, (start, stop) in enumerate(self._free):
                 if stop - start >= size:
@@ -119,12 +123,22 @@ class Arena(Mapping):
         return None
 
     def _release(self, start: int, size: int) -> None:
+        """May be called at any moment: the garbage collector runs in whatever thread, even in one that has the lock."""
         if size >= _GIVE_BACK and self._fd >= 0:
             _libc.fallocate(self._fd, _PUNCH_HOLE | _KEEP_SIZE, start, size)
-        with self._lock:
-            self.num_bytes_used -= size
-            insort(self._free, (start, start + size))
-            self._free = _joined(self._free)
+        self._returned.append((start, start + size))
+        self._take_back()
+
+    def _take_back(self) -> None:
+        while self._returned and self._lock.acquire(blocking=False):
+            try:
+                while self._returned:
+                    start, stop = self._returned.popleft()
+                    self.num_bytes_used -= stop - start
+                    insort(self._free, (start, stop))
+                    self._free = _joined(self._free)
+            finally:
+                self._lock.release()
 
     def close(self) -> None:
         """Peers that have not mapped it can't any more. The memory goes with the last buffer and mapping."""
