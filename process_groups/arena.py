@@ -26,9 +26,8 @@ _PAGE = 4096
 _LINE = 64  # bytes of a cache line: buffers never share one
 _GIVE_BACK = 1 << 20  # a freed block from this size up returns its pages to the system
 _MOST_ADDRESSES = 16 << 40  # of the 128 TiB that a process has, for the arenas of all ranks together
-_PUNCH_HOLE, _KEEP_SIZE = 2, 1
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class ArenaUnavailable(Exception):
@@ -87,7 +86,7 @@ class Arena(Mapping):
             os.close(fd)
             raise ArenaUnavailable(_explain(error, size)) from error
         self.address_for_peers = f"{os.getpid()}/{fd}/{nonce.hex()}"
-        self._fd = fd
+        self._fd, self._pid = fd, os.getpid()
         self._lock = threading.Lock()
         self._free = [(_round_up(reserved, _PAGE), size)]
         """Free ranges (start, stop) in order."""
@@ -124,8 +123,10 @@ class Arena(Mapping):
 
     def _release(self, start: int, size: int) -> None:
         """May be called at any moment: the garbage collector runs in whatever thread, even in one that has the lock."""
-        if size >= _GIVE_BACK and self._fd >= 0:
-            _libc.fallocate(self._fd, _PUNCH_HOLE | _KEEP_SIZE, start, size)
+        if os.getpid() != self._pid:  # a forked child lets go of its copy only; the memory is its parent's
+            return
+        if size >= _GIVE_BACK:
+            _libc.madvise(self.address + start, size, mmap.MADV_REMOVE)
         self._returned.append((start, start + size))
         self._take_back()
 
