@@ -97,8 +97,8 @@ class Arena(Mapping):
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
         """A new registered buffer; None when there is too little memory for it."""
         num_bytes = prod(shape) * dtype.itemsize
-        if num_bytes == 0:
-            return torch.empty(shape, dtype=dtype)
+        if num_bytes == 0 or min(shape, default=0) < 0:  # torch says what is wrong with a negative size
+            return torch.empty(tuple(shape), dtype=dtype)
         size = _round_up(num_bytes, _PAGE if num_bytes >= _PAGE else _LINE)
         if size >= _GIVE_BACK and size > available_memory():
             return None
