@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
+from pathlib import Path
 
 import torch
 
@@ -182,16 +183,18 @@ def _system_available() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _group_available() -> list[int]:
+def _group_available(folder: str = "/sys/fs/cgroup") -> list[int]:
     """What is left of the control group's limit: version 2, then version 1. Containers see their own at the root."""
     found = [1 << 62]
-    folder = "/sys/fs/cgroup"
-    for limit, used in (
-        (f"{folder}/memory.max", f"{folder}/memory.current"),
-        (f"{folder}/memory/memory.limit_in_bytes", f"{folder}/memory/memory.usage_in_bytes"),
+    for limit, used, stat, name in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
     ):
-        with suppress(OSError, ValueError), open(limit) as most, open(used) as now:
-            found.append(max(0, int(most.read()) - int(now.read())))
+        with suppress(OSError, ValueError, StopIteration):
+            most, now = (int(Path(folder, file).read_text()) for file in (limit, used))
+            # Files that were read are kept in memory as long as nobody needs it: that much can be had back.
+            lines = (line.split() for line in Path(folder, stat).read_text().splitlines())
+            found.append(max(0, most - now + next(int(value) for key, value in lines if key == name)))
     return found
 
 
