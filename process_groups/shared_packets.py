@@ -14,7 +14,7 @@ import torch
 from process_groups.arena import Mapping
 from process_groups.lane import Lane, Steps
 from process_groups.shared_layout import NUM_PACKETS, PACKET, GroupLayout
-from process_groups.signals import Counter
+from process_groups.signals import Abandoned, Counter
 from process_groups.transport import Call
 
 _HEADER = struct.Struct("<QQ")
@@ -27,8 +27,16 @@ _MOST_KNOWN = 256  # sizes whose views are kept
 class _Pair:
     """The packets from one rank to another, as one of the two sees them."""
 
-    def __init__(self, layout: GroupLayout, sender: Mapping, receiver: Mapping, source: int, target: int) -> None:
-        self._sender, self._memory = sender, sender.memory
+    def __init__(
+        self,
+        layout: GroupLayout,
+        sender: Mapping,
+        receiver: Mapping,
+        source: int,
+        target: int,
+        is_abandoned: Callable[[], bool],
+    ) -> None:
+        self._sender, self._memory, self._is_abandoned = sender, sender.memory, is_abandoned
         self._headers = [layout.header(target, number) for number in range(NUM_PACKETS)]
         self._places = [layout.packet(target, number) for number in range(NUM_PACKETS)]
         self.sent = Counter(sender, layout.sent(target))
@@ -135,6 +143,8 @@ class Inbox(_Pair):
                 self._sender.bytes[place - 1 : place - 1 + num_bytes] if place else self._packet(num_bytes, torch.uint8)
             )
             target[start : start + num_bytes].copy_(packet)
+            if place and self._is_abandoned():  # what a sender that gave up has in its buffer may be anything
+                raise Abandoned
             start += num_bytes
             self.number += 1
             self.consumed.store(self.number)
@@ -169,12 +179,13 @@ class Packets:
         mine, theirs = self._arenas[self._me], self._arenas[peer]
         assert mine is not None
         assert theirs is not None
+        lane = self._make_lane(f"{kind}-{peer}")
         box = (
-            Outbox(self._layout, mine, theirs, self._me, peer)
+            Outbox(self._layout, mine, theirs, self._me, peer, lane.is_abandoned)
             if kind == "send"
-            else Inbox(self._layout, theirs, mine, peer, self._me)
+            else Inbox(self._layout, theirs, mine, peer, self._me, lane.is_abandoned)
         )
-        self._boxes[kind, peer] = self._make_lane(f"{kind}-{peer}"), box
+        self._boxes[kind, peer] = lane, box
         return self._boxes[kind, peer]
 
     def lanes(self) -> Iterator[Lane]:

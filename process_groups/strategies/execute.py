@@ -97,8 +97,9 @@ def all_reduce_steps(
         yield from _run(program_of(mine.numel()), mine, links, op)
         for link in links.values():
             link.end()
-        if exchange is not None:  # until all have read what this rank showed
-            yield from exchange.everybody(exchange.arrive())
+        if exchange is not None:
+            exchange.check()  # what a rank that gave up has in its buffer may be anything
+            yield from exchange.everybody(exchange.arrive())  # until all have read what this rank showed
         finish(mine, op, num_ranks)
         if mine is not part:
             part.copy_(mine)
