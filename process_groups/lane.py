@@ -46,6 +46,7 @@ class Lane:
     ) -> None:
         self.patience, self.is_abandoned, self.explain = patience, is_abandoned, explain
         self._tasks: deque[Task] = deque()
+        self._failed: list[Task] = []
         self._driving = threading.Lock()
         self.ending = threading.Lock()
         self._thread = DaemonThreads(name, limit=1)
@@ -94,8 +95,11 @@ class Lane:
 
     def _drive(self, end: float) -> bool:
         while self._tasks:
-            if not self._tasks[0].go_on(end):
+            task = self._tasks[0]
+            if not task.go_on(end):
                 return False
+            if task.exception() is not None:
+                self._failed.append(task)
             self._tasks.popleft()
         return True
 
@@ -109,8 +113,10 @@ class Lane:
         with self._driving:
             self._drive(math.inf)
 
-    def unfinished(self) -> list[Task]:
-        return list(self._tasks)
+    def not_ended_well(self) -> list[Task]:
+        """Those that failed, and those that have not ended."""
+        tasks = list(self._tasks)  # first: one that fails meanwhile is then in both
+        return [*self._failed, *tasks]
 
     def stop(self) -> None:
         """Let the thread end after what it has."""

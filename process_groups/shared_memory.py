@@ -125,7 +125,7 @@ class SharedMemoryTransport:
         self._ledger.close(error)
         self._exchange.give_up()
         # A peer may be writing a last piece into these buffers: they are not handed out again.
-        self._left_behind = [task.call for lane in self._lanes() for task in lane.unfinished()]
+        self._left_behind = [task.call for lane in self._lanes() for task in lane.not_ended_well()]
         self._stop()
 
     async def close(self, deadline: float) -> None:
