@@ -262,7 +262,10 @@ class Meeting:
             nccl = NcclStrategies(store, me, len(ranks), hosts, device, backend.backend, self._left())
             nccl.connect()
             issuing = self._issuing
-        return TorchTransport(kind, backend, store, name, members, me, device, hosts, exchange, num_here, nccl, issuing)
+        pinned = self._plan.strategy_table
+        return TorchTransport(
+            kind, backend, store, name, members, me, device, hosts, exchange, num_here, nccl, issuing, pinned
+        )
 
     def _shares_memory(self, rank: int) -> bool:
         return self._shares[rank][self._rank] and self._shares[self._rank][rank] and self._segments[rank] is not None
