@@ -37,8 +37,9 @@ def load(layout: str, candidates: Sequence[str]) -> Rows | None:
     """The rows kept for such a group; None where there are none, or none that can be understood."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         kept = json.loads(_path().read_text())[_key(layout)]
-        if kept["candidates"] == list(candidates):
-            return {int(size): [_seconds(value) for value in row] for size, row in kept["seconds"].items()} or None
+        rows = {int(size): [_seconds(value) for value in row] for size, row in kept["seconds"].items()}
+        if kept["candidates"] == list(candidates) and all(len(row) == len(candidates) for row in rows.values()):
+            return rows or None
     return None
 
 
@@ -63,4 +64,7 @@ def save(layout: str, candidates: Sequence[str], rows: Rows) -> None:
 
 
 def _seconds(value: object) -> float:
-    return float("inf") if value is None else float(value)  # type: ignore[arg-type]
+    seconds = float("inf") if value is None else float(value)  # type: ignore[arg-type]
+    if not seconds > 0:
+        raise ValueError(f"{value} are no seconds")
+    return seconds
