@@ -27,7 +27,7 @@ from process_groups.ledger import Member
 from process_groups.nccl_strategies import NcclStrategies
 from process_groups.shared_layout import lay_out
 from process_groups.shared_memory import SharedMemoryTransport
-from process_groups.sharing import warn_if_not_shared
+from process_groups.sharing import RegisteredMemory, warn_if_not_shared
 from process_groups.topology import Topology
 from process_groups.torch_transport import TorchTransport, translate
 from process_groups.transport import Place, Transport
@@ -53,6 +53,7 @@ class Meeting:
         self._segments: list[Segment | None] = []
         self._pulses: list[Pulse | None] = []
         self._arena: Arena | None = None
+        self._memory: RegisteredMemory | None = None
         self._arenas: list[Mapping | None] = []
         self._shares: list[list[bool]] = []
         """For each rank, whose arenas it has mapped."""
@@ -112,6 +113,7 @@ class Meeting:
             return None
         try:
             self._arena = Arena(self._layouts[-1].stop, self._size)
+            self._memory = RegisteredMemory(self._arena)
         except ArenaUnavailable as unavailable:
             return str(unavailable)
         return None
@@ -230,7 +232,7 @@ class Meeting:
             coords_of=topology.coords,
             timeout=self._plan.timeout,
             device=device,
-            allocate=self._arena.empty if self._arena is not None else None,
+            allocate=self._memory.empty if self._memory is not None else None,
             strategy=self._plan.strategy,
             recorder=self._recorder,
         )

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from math import prod
 from typing import Any
+
+import torch
+
+from process_groups.arena import Arena, available_memory
 
 
 class SharedMemoryWarning(UserWarning):
@@ -34,12 +39,26 @@ def warn_if_not_shared(rank: int, greetings: Sequence[dict[str, Any]], shares: S
     )
 
 
-def warn_unregistered(num_bytes: int, available: int) -> None:
-    """For a buffer that finds no memory."""
+class RegisteredMemory:
+    """Makes a mesh's registered buffers; warns of the first that finds no memory."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena, self._has_warned = arena, False
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        """None when there is too little memory for it."""
+        tensor = self._arena.empty(shape, dtype)
+        if tensor is None and not self._has_warned:
+            self._has_warned = True
+            _warn_unregistered(prod(shape) * dtype.itemsize, available_memory())
+        return tensor
+
+
+def _warn_unregistered(num_bytes: int, available: int) -> None:
     warnings.warn(
         f"a buffer of {num_bytes / (1 << 20):.1f} MiB is not registered, so it is copied through shared memory at "
         f"every call: {available / (1 << 20):.1f} MiB are available here. Give the ranks more memory (a container's "
         "--memory), or free other buffers.",
         SharedMemoryWarning,
-        stacklevel=3,
+        stacklevel=4,  # where the user calls Group.empty
     )
