@@ -6,6 +6,7 @@ Everything here blocks, so a thread does it.
 from __future__ import annotations
 
 import json
+import platform
 import socket
 import time
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from process_groups.nccl_strategies import NcclStrategies
 from process_groups.shared_layout import lay_out
 from process_groups.shared_memory import SharedMemoryTransport
 from process_groups.sharing import RegisteredMemory, warn_if_not_shared
+from process_groups.signals import CAN_WAIT
 from process_groups.topology import Topology
 from process_groups.torch_transport import TorchTransport, translate
 from process_groups.transport import Place, Transport
@@ -111,6 +113,8 @@ class Meeting:
         """Memory that peers may map; why not, where there is none."""
         if not self._wants_shared_memory:
             return None
+        if not CAN_WAIT:
+            return f"ranks can't wait for each other in memory on {platform.machine()}"
         try:
             self._arena = Arena(self._layouts[-1].stop, self._size)
             self._memory = RegisteredMemory(self._arena)
