@@ -1,0 +1,258 @@
+"""A lane carries calls out in order: on the spot, in its thread where nobody waits, and whatever goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import math
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from process_groups.arena import Arena
+from process_groups.lane import Lane, Steps, is_short
+from process_groups.signals import Abandoned, Counter
+from process_groups.transport import Call
+from runtime.errors import CommunicationError, GroupClosed, PeerLost
+from tests.processes import SECONDS
+
+_numbers = itertools.count()
+
+
+class Lanes:
+    """A lane, a counter that its calls wait for, and what they did."""
+
+    def __init__(self) -> None:
+        self.arena = Arena(4096, 2)
+        self.counter = Counter(self.arena, 64)
+        self.is_given_up = False
+        self.thread = f"test-lane-{next(_numbers)}"
+        self.lane = Lane(self.thread, 0, lambda: self.is_given_up, self._explain)
+        self.log: list[str] = []
+        self.threads: set[str] = set()
+
+    def _explain(self, call: Call) -> CommunicationError:
+        return GroupClosed(f"{call.kind} was given up")
+
+    def steps(self, name: str, *targets: int) -> Steps:
+        """A call that waits for the counter to reach each target."""
+        for target in targets:
+            self._note(f"{name} waits for {target}")
+            yield self.counter, target
+        self._note(f"{name} ends")
+
+    def _note(self, text: str) -> None:
+        self.log.append(text)
+        self.threads.add(threading.current_thread().name)
+
+    def add(self, name: str, *targets: int, is_short: bool = True):
+        return self.lane.add(Call(name), self.steps(name, *targets), is_short)
+
+
+@pytest.fixture
+def lanes() -> Iterator[Lanes]:
+    made = Lanes()
+    yield made
+    made.is_given_up = True  # whatever its thread still waits for
+    made.lane.stop()
+    made.arena.close()
+
+
+async def ended(task) -> None:
+    """As a call is awaited that did not end on the spot."""
+    loop, waiter = asyncio.get_running_loop(), asyncio.Event()
+    task.add_done_callback(lambda _: loop.call_soon_threadsafe(waiter.set))
+    async with asyncio.timeout(SECONDS):
+        await waiter.wait()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not is_so():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def test_a_short_call_ends_on_the_spot(lanes):
+    began = time.monotonic()
+    task = lanes.add("a")
+    assert task.has_ended()
+    assert task.ended_well(0.0)
+    assert task.exception() is None
+    assert began <= task.ended_at <= time.monotonic()
+    assert lanes.threads == {threading.current_thread().name}
+
+
+async def test_a_long_call_never_runs_on_the_loop(lanes):
+    task = lanes.add("a", is_short=False)
+    await ended(task)
+    assert lanes.threads == {lanes.thread}
+
+
+async def test_calls_keep_their_order(lanes):
+    tasks = [lanes.add("a", 1), lanes.add("b"), lanes.add("c", 2), lanes.add("d")]
+    assert lanes.log == ["a waits for 1"]
+    assert not any(task.has_ended() for task in tasks)
+    lanes.counter.store(1)
+    assert not tasks[3].ended_well(0.0)
+    assert lanes.log == ["a waits for 1", "a ends", "b ends", "c waits for 2"]
+    lanes.counter.store(2)
+    assert tasks[3].ended_well(0.0), "whoever waits for the last carries out all before it"
+    assert all(task.ended_well(0.0) for task in tasks)
+    assert lanes.threads == {threading.current_thread().name}
+
+
+async def test_long_and_short_calls_keep_their_order(lanes):
+    tasks = [lanes.add(name, 1, is_short=name in "bd") for name in "abcde"]
+    lanes.counter.store(1)
+    for task in reversed(tasks):
+        await ended(task)
+    assert [line for line in lanes.log if line.endswith("ends")] == [f"{name} ends" for name in "abcde"]
+
+
+async def test_waiting_a_moment_on_the_spot(lanes):
+    task = lanes.add("a", 1)
+    end = time.monotonic() + 0.005
+    assert not task.ended_well(0.005)
+    assert time.monotonic() >= end
+    lanes.counter.store(1)
+    assert task.ended_well(0.005)
+    assert lanes.threads == {threading.current_thread().name}
+
+
+async def test_the_thread_takes_over_what_nobody_awaits(lanes):
+    tasks = [lanes.add("a", 1), lanes.add("b", 2)]
+    await asyncio.sleep(0)  # the loop has turned to other things
+    lanes.counter.store(2)
+    await until(tasks[1].has_ended)
+    assert lanes.threads == {threading.current_thread().name, lanes.thread}
+    assert lanes.log[0] == "a waits for 1", "begun by the loop, ended by the thread"
+
+
+async def test_what_is_awaited_at_once_needs_no_thread(lanes):
+    for number in range(1, 6):
+        task = lanes.add("a", number)
+        lanes.counter.store(number)
+        assert task.ended_well(0.001)
+        await asyncio.sleep(0)
+    assert lanes.thread not in {thread.name for thread in threading.enumerate()}
+
+
+async def test_while_the_thread_is_at_it_the_loop_is_not(lanes):
+    task = lanes.add("a", 1, is_short=False)
+    await until(lambda: "a waits for 1" in lanes.log)
+    assert not task.ended_well(math.inf), "it returns at once"
+    lanes.counter.store(1)
+    await ended(task)
+
+
+async def test_calls_that_come_while_the_thread_ends_are_not_forgotten(lanes):
+    for number in range(1, 300):
+        task = lanes.add("a", number, is_short=number % 2 == 0)
+        lanes.counter.store(number)
+        await ended(task)
+
+
+def failing(error: Exception) -> Steps:
+    raise error
+    yield  # a generator
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (PeerLost("gone"), PeerLost, "gone"),
+        (ZeroDivisionError("by design"), CommunicationError, "ZeroDivisionError: by design"),
+        (RuntimeError("a tensor operation"), CommunicationError, "RuntimeError: a tensor operation"),
+        (Abandoned(), GroupClosed, "broken was given up"),
+    ],
+)
+@pytest.mark.parametrize("short", [True, False])
+async def test_an_exception_ends_the_call_and_only_that(lanes, error, kind, text, short):
+    task = lanes.lane.add(Call("broken"), failing(error), short)
+    after = lanes.add("after")
+    await ended(after)
+    assert task.has_ended()
+    assert not task.ended_well(0.0)
+    found = task.exception()
+    assert (type(found), str(found)) == (kind, text)
+    assert task.ended_at is not None
+    assert after.ended_well(0.0)
+
+
+async def test_an_abandoned_call_ends_wherever_it_waits(lanes):
+    on_the_spot, queued = lanes.add("a", 1), lanes.add("b", 1)
+    lanes.is_given_up = True
+    assert not on_the_spot.ended_well(1.0)
+    await ended(queued)
+    assert [str(task.exception()) for task in (on_the_spot, queued)] == ["a was given up", "b was given up"]
+
+
+async def test_the_thread_hears_that_the_group_was_given_up(lanes):
+    task = lanes.add("a", 1, is_short=False)
+    await until(lambda: "a waits for 1" in lanes.log)
+    lanes.is_given_up = True
+    await ended(task)
+    assert str(task.exception()) == "a was given up"
+
+
+async def test_what_did_not_end_well_is_remembered(lanes):
+    """Peers may still write into its buffers."""
+    lanes.add("fine")
+    lanes.lane.add(Call("broken"), failing(PeerLost("gone")), True)
+    lanes.add("waiting", 1)
+    assert [task.call.kind for task in lanes.lane.not_ended_well()] == ["broken", "waiting"]
+
+
+async def test_callbacks_come_once(lanes):
+    heard = []
+    task = lanes.add("a", 1)
+    task.add_done_callback(heard.append)
+    assert heard == []
+    lanes.counter.store(1)
+    await ended(task)
+    task.add_done_callback(heard.append)
+    assert heard == [task, task]
+
+
+async def test_an_ended_call_holds_no_tensors(lanes):
+    def use(tensor: torch.Tensor) -> Steps:
+        yield lanes.counter, 1
+        tensor.add_(1)
+
+    tensor = torch.ones(3)
+    gone = weakref.ref(tensor)
+    task = lanes.lane.add(Call("a"), use(tensor), True)
+    del tensor
+    lanes.counter.store(1)
+    assert task.ended_well(0.0)
+    gc.collect()
+    assert gone() is None
+
+
+async def test_a_stopped_lane_ends_its_thread_after_what_it_has(lanes):
+    task = lanes.add("a", 1, is_short=False)
+    lanes.lane.stop()
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == lanes.thread]
+    assert thread.is_alive()
+    lanes.counter.store(1)
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+    assert task.ended_well(0.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (Call("barrier"), True),
+        (Call("send", source=torch.empty(1 << 18)), True),
+        (Call("send", source=torch.empty((1 << 18) + 1)), False),
+        (Call("all_gather", source=torch.empty(1), target=torch.empty(1 << 19)), False),
+    ],
+)
+def test_what_the_loop_may_do_itself(call, expected):
+    assert is_short(call) is expected

@@ -1,0 +1,180 @@
+"""Counters in shared memory: what a waiter sees, when it sleeps, and that it is always woken."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from process_groups import signals
+from process_groups.arena import Arena, open_peer
+from process_groups.signals import Abandoned, Counter, patience
+from tests.processes import SECONDS
+
+PLACE = 64
+
+
+@pytest.fixture
+def counters():
+    """The same counter as its owner sees it and as a peer does."""
+    arena = Arena(4096, 2)
+    peer = open_peer(arena.address_for_peers)
+    yield Counter(arena, PLACE), Counter(peer, PLACE)
+    arena.close()
+
+
+@pytest.fixture
+def nobody_looks_again(monkeypatch):
+    """A sleeper that nobody wakes sleeps for ever, so that a lost wake-up is not overlooked."""
+    monkeypatch.setattr(signals, "_LONGEST_SLEEP", 3600.0)
+    monkeypatch.setattr(signals, "_longest_sleep", signals._Timespec(3600, 0))
+
+
+def never() -> bool:
+    return False
+
+
+def refuse() -> bool:
+    raise AssertionError("asked without need")
+
+
+class Waiter(threading.Thread):
+    """Waits in a thread; `outcome` is what came of it."""
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        super().__init__(daemon=True)
+        self._wait, self.outcome = wait, None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.outcome = self._wait()
+        except Exception as error:
+            self.outcome = type(error)
+
+    def result(self) -> object:
+        self.join(SECONDS)
+        assert not self.is_alive(), "it still waits"
+        return self.outcome
+
+
+def test_a_peer_sees_what_the_owner_stores(counters):
+    mine, theirs = counters
+    assert theirs.value == 0
+    mine.store(7)
+    assert theirs.value == 7
+    assert theirs.reaches(7, math.inf, 0, refuse)
+    assert theirs.reaches(3, 0.0, 0, refuse)
+
+
+def test_a_look_does_not_wait(counters, monkeypatch):
+    monkeypatch.setattr(signals, "_syscall", refuse)
+    monkeypatch.setattr(os, "sched_yield", refuse)
+    assert not counters[0].reaches(1, 0.0, 100, refuse)
+
+
+def test_a_wait_ends_in_time(counters):
+    end = time.monotonic() + 0.01
+    assert not counters[1].reaches(1, end, 5, never)
+    assert time.monotonic() >= end
+    assert not counters[1].reaches(1, time.monotonic() - 1, 0, never)
+
+
+@pytest.mark.parametrize("num_looks", [0, 20])
+def test_a_sleeper_is_woken(counters, nobody_looks_again, num_looks):
+    mine, theirs = counters
+    waiter = Waiter(lambda: theirs.reaches(3, math.inf, num_looks, never))
+    for value in (1, 2, 3):
+        mine.store(value)
+    assert waiter.result() is True
+
+
+def test_all_sleepers_are_woken(counters, nobody_looks_again):
+    mine, theirs = counters
+    waiters = [Waiter(lambda: theirs.reaches(1, math.inf, 0, never)) for _ in range(5)]
+    mine.store(1)
+    assert [waiter.result() for waiter in waiters] == [True] * 5
+
+
+def test_no_wake_up_is_lost(nobody_looks_again):
+    """Two take turns; whoever missed one store would sleep for an hour."""
+    arena = Arena(4096, 2)
+    peer = open_peer(arena.address_for_peers)
+
+    def take_turns(mine: Counter, theirs: Counter, lead: int) -> bool:
+        for number in range(1, 1500):
+            mine.store(number)
+            assert theirs.reaches(number - lead, math.inf, 0, never)
+        return True
+
+    one = Waiter(lambda: take_turns(Counter(arena, 64), Counter(peer, 128), 0))
+    other = Waiter(lambda: take_turns(Counter(arena, 128), Counter(peer, 64), 0))
+    assert (one.result(), other.result()) == (True, True)
+    arena.close()
+
+
+def test_waiting_beyond_what_a_futex_counts(counters, nobody_looks_again):
+    mine, theirs = counters
+    mine.store((1 << 32) - 1)
+    waiter = Waiter(lambda: theirs.reaches((1 << 32) + 1, math.inf, 0, never))
+    mine.store(1 << 32)
+    mine.store((1 << 32) + 1)
+    assert waiter.result() is True
+    assert theirs.value == (1 << 32) + 1
+
+
+def test_a_waiter_learns_that_the_group_was_given_up(counters):
+    with pytest.raises(Abandoned):
+        counters[1].reaches(1, math.inf, 3, lambda: True)
+
+
+def test_a_sleeper_looks_around_when_woken(counters, nobody_looks_again):
+    mine, theirs = counters
+    is_given_up = False
+    waiter = Waiter(lambda: theirs.reaches(1, math.inf, 0, lambda: is_given_up))
+    is_given_up = True
+    while waiter.is_alive():  # it may not be asleep yet
+        mine.wake()
+    assert waiter.result() is Abandoned
+
+
+def test_a_sleeper_looks_around_by_itself(counters):
+    """Its writer may be dead."""
+    looks = 0
+
+    def third_time() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks == 3
+
+    began = time.monotonic()
+    with pytest.raises(Abandoned):
+        counters[1].reaches(1, math.inf, 0, third_time)
+    assert time.monotonic() - began >= 2 * 0.9 * signals._LONGEST_SLEEP
+
+
+@pytest.mark.parametrize(("num_ranks", "looks"), [(1, 100), (4, 100), (5, 20), (64, 20)])
+def test_ranks_that_share_cores_look_less_often(monkeypatch, num_ranks, looks):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    monkeypatch.setattr(signals, "_PATIENCE_ALONE", 100)
+    monkeypatch.setattr(signals, "_PATIENCE_CROWDED", 20)
+    assert patience(num_ranks) == looks
+
+
+def test_looking_lets_others_run(counters, monkeypatch):
+    mine, theirs = counters
+    turns = 0
+
+    def turn() -> None:
+        nonlocal turns
+        turns += 1
+        if turns == 4:
+            mine.store(1)
+
+    monkeypatch.setattr(os, "sched_yield", turn)
+    assert theirs.reaches(1, math.inf, 20, refuse)
+    assert turns == 4
