@@ -1,0 +1,565 @@
+"""Shared-memory groups whose ranks are all in this process: stepped in any order, or each with a loop and thread."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from process_groups import shared_collectives
+from process_groups.arena import Arena, open_peer
+from process_groups.board import Page
+from process_groups.exchange import Exchange
+from process_groups.group import Group
+from process_groups.lane import Lane, Steps, Wait
+from process_groups.ledger import Member
+from process_groups.reduction import PIECE, Reducer
+from process_groups.shared_collectives import FLAT, steps_of
+from process_groups.shared_layout import NUM_PACKETS, PACKET, lay_out
+from process_groups.shared_memory import SharedMemoryTransport
+from process_groups.shared_packets import Packets
+from process_groups.signals import Abandoned
+from process_groups.strategies.execute import SharedLink, all_reduce_steps
+from process_groups.strategies.programs import program_of
+from process_groups.transport import Call, Place
+from runtime.errors import Coords, GroupClosed
+from tests.processes import SECONDS
+
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
+STRATEGIES = ("ring", "tree", "hierarchical")
+SMALL, MIDDLE, LARGE = 60, 1200, 36_000  # floats: one round, two rounds, three chunks; all can be cut for 2 to 6 ranks
+
+
+@pytest.fixture(autouse=True)
+def small_is_large(monkeypatch):
+    """The same steps with fewer bytes."""
+    monkeypatch.setattr(shared_collectives, "FLAT", 4 << 10)
+    monkeypatch.setattr(shared_collectives, "CHUNK", 64 << 10)
+
+
+class Rank:
+    """One rank's memory, and what it does without a lane."""
+
+    def __init__(self, arenas: list[Arena], me: int) -> None:
+        layout = lay_out([len(arenas)])[0]
+        mapped = [arena if peer == me else open_peer(arena.address_for_peers) for peer, arena in enumerate(arenas)]
+        assert None not in mapped
+        self.arena, self.mapped, self.me, self.size, self.layout = arenas[me], mapped, me, len(arenas), layout
+        self.exchange = Exchange(mapped, me, layout)
+        self.packets = Packets(
+            mapped,
+            me,
+            layout,
+            lambda name: Lane(name, 0, self.exchange.is_abandoned, lambda _: GroupClosed("given up")),
+        )
+        self._links = {peer: SharedLink(self.exchange, peer) for peer in range(self.size) if peer != me}
+
+    def tensor(self, values: torch.Tensor, registered: bool) -> torch.Tensor:
+        tensor = self.arena.empty(values.shape, values.dtype) if registered else torch.empty_like(values)
+        assert tensor is not None
+        return tensor.copy_(values)
+
+    def steps(self, call: Call) -> Steps:
+        if call.is_point_to_point:
+            return self.packets.lane_and_steps(call)[1]
+        if call.strategy == "default":
+            return steps_of(self.exchange, call)
+        program = partial(program_of, call.strategy, self.size, self.me, hosts=(0,) * self.size)
+        return all_reduce_steps(call, program, self._links, self.exchange, self.size)
+
+
+@pytest.fixture
+def ranks_of() -> Iterator[Callable[[int], list[Rank]]]:
+    made: list[Arena] = []
+
+    def ranks_of(size: int) -> list[Rank]:
+        arenas = [Arena(lay_out([size])[-1].stop, size) for _ in range(size)]
+        made.extend(arenas)
+        return [Rank(arenas, me) for me in range(size)]
+
+    yield ranks_of
+    for arena in made:
+        arena.close()
+
+
+class Stepped:
+    """Steps of one rank, which go on only when told to."""
+
+    def __init__(self, *steps: Steps) -> None:
+        self._steps = list(steps)
+        self._waits_for: Wait | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._steps
+
+    def go_on(self) -> bool:
+        """As far as it can; whether it did anything."""
+        if self.has_ended or (self._waits_for is not None and self._waits_for[0].value < self._waits_for[1]):
+            return False
+        self._waits_for = next(self._steps[0], None)
+        if self._waits_for is None:
+            del self._steps[0]
+        return True
+
+
+def in_any_order(stepped: list[Stepped], choose: random.Random) -> None:
+    """Go on with ranks at random; each as far as it can, or it would never get far ahead."""
+    while not all(rank.has_ended for rank in stepped):
+        able = [rank for rank in choose.sample(stepped, len(stepped)) if rank.go_on()]
+        assert able, "nobody can go on"
+
+
+def values_of(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * numel + rank)
+    return torch.randn(numel, generator=generator).mul_(100).to(dtype)
+
+
+def expected(kind: str, sources: list[torch.Tensor], me: int, op: str = "sum", root: int = 0) -> torch.Tensor:
+    size = len(sources)
+    if kind == "all_gather":
+        return torch.cat(sources)
+    if kind == "broadcast":
+        return sources[root]
+    if kind == "all_to_all":
+        return torch.cat([source.chunk(size)[me] for source in sources])
+    wide = torch.float32 if sources[0].dtype in (torch.float16, torch.bfloat16) else sources[0].dtype
+    total = sources[0].to(wide)
+    for source in sources[1:]:
+        total = total + source.to(wide)
+    total = (total / size if op == "mean" else total).to(sources[0].dtype)
+    return total if kind == "all_reduce" else total.chunk(size)[me]
+
+
+def make_call(rank: Rank, kind: str, values: torch.Tensor, registered: bool, **options: Any) -> Call:
+    source = rank.tensor(values, registered)
+    if kind in ("all_reduce", "broadcast"):
+        return Call(kind, source, source, **options)
+    numel = {"all_gather": rank.size * values.numel(), "reduce_scatter": values.numel() // rank.size}
+    return Call(kind, source, torch.empty(numel.get(kind, values.numel()), dtype=values.dtype), **options)
+
+
+@pytest.mark.parametrize("registered", ["all", "none", "some"])
+@pytest.mark.parametrize("numel", [SMALL, MIDDLE, LARGE])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives_in_any_order_of_steps(ranks_of, size, kind, numel, registered):
+    ranks = ranks_of(size)
+    for seed in range(3):
+        choose = random.Random(seed)
+        sources = [values_of(me, numel) for me in range(size)]
+        options = {"op": "sum"} if "reduce" in kind else {"peer": size - 1} if kind == "broadcast" else {}
+        is_registered = {
+            "all": [True] * size,
+            "none": [False] * size,
+            "some": [me != seed % size for me in range(size)],
+        }
+        calls = [
+            make_call(rank, kind, source, is_registered[registered][rank.me], **options)
+            for rank, source in zip(ranks, sources, strict=True)
+        ]
+        in_any_order([Stepped(rank.steps(call)) for rank, call in zip(ranks, calls, strict=True)], choose)
+        for me, call in enumerate(calls):
+            assert torch.equal(call.target, expected(kind, sources, me, root=size - 1)), (seed, me)
+            if call.target is not call.source:
+                assert torch.equal(call.source, sources[me]), "a source stays as it is"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_strategies_in_any_order_of_steps(ranks_of, size, dtype, strategy):
+    ranks = ranks_of(size)
+    for seed, numel in enumerate((1, 3, SMALL, MIDDLE)):
+        sources = [values_of(me, numel, dtype) for me in range(size)]
+        calls = [
+            make_call(rank, "all_reduce", source, (rank.me + seed) % 2 == 0, op="mean", strategy=strategy)
+            for rank, source in zip(ranks, sources, strict=True)
+        ]
+        in_any_order([Stepped(rank.steps(call)) for rank, call in zip(ranks, calls, strict=True)], random.Random(seed))
+        exact = torch.stack(sources).double().mean(0)
+        tolerance = 1.0 if dtype is torch.bfloat16 else 1e-4
+        assert (calls[0].target.double() - exact).abs().max() <= tolerance
+        assert all(torch.equal(call.target, calls[0].target) for call in calls)
+
+
+def test_blocks_of_a_strategy_follow_each_other(ranks_of, monkeypatch):
+    monkeypatch.setattr("process_groups.strategies.execute.BLOCK", 400)
+    ranks = ranks_of(3)
+    sources = [torch.arange(1050.0) * 10**me for me in range(3)]
+    calls = [
+        make_call(rank, "all_reduce", source, rank.me == 1, op="sum", strategy="ring")
+        for rank, source in zip(ranks, sources, strict=True)
+    ]
+    in_any_order([Stepped(rank.steps(call)) for rank, call in zip(ranks, calls, strict=True)], random.Random(5))
+    assert all(torch.equal(call.target, torch.arange(1050.0) * 111) for call in calls)
+
+
+def all_sorts_of_calls(rank: Rank, choose: random.Random) -> list[Call]:
+    """The same for all ranks, but for what is registered and the values."""
+    calls = []
+    for number in range(40):
+        kind, numel = choose.choice(KINDS), choose.choice((SMALL, SMALL, MIDDLE, LARGE))
+        strategy = choose.choice(("default", *STRATEGIES)) if kind == "all_reduce" else "default"
+        registered = [choose.random() < 0.7 for _ in range(rank.size)][rank.me]
+        options = {"op": "sum"} if "reduce" in kind else {"peer": number % rank.size} if kind == "broadcast" else {}
+        values = torch.full((numel,), float((rank.me + 1) * (number + 1)))
+        calls.append(make_call(rank, kind, values, registered, strategy=strategy, **options))
+    return calls
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_calls_in_a_row_do_not_mix(ranks_of, seed):
+    """Slots and offers are used again and again, while one rank is as far ahead of another as it can be."""
+    size = 3
+    ranks = ranks_of(size)
+    calls = [all_sorts_of_calls(rank, random.Random(seed)) for rank in ranks]
+    stepped = [Stepped(*(rank.steps(call) for call in mine)) for rank, mine in zip(ranks, calls, strict=True)]
+    in_any_order(stepped, random.Random(seed))
+    for number, of_all in enumerate(zip(*calls, strict=True)):
+        for me, call in enumerate(of_all):
+            sources = [torch.full_like(call.source, float((peer + 1) * (number + 1))) for peer in range(size)]
+            assert torch.equal(call.target, expected(call.kind, sources, me, root=number % size)), (number, call.kind)
+
+
+def test_a_barrier_waits_for_the_last(ranks_of):
+    ranks = ranks_of(3)
+    stepped = [Stepped(rank.steps(Call("barrier"))) for rank in ranks]
+    for rank in stepped[:2]:
+        while rank.go_on():
+            pass
+    assert [rank.has_ended for rank in stepped] == [False, False, False]
+    while stepped[2].go_on():
+        pass
+    assert stepped[2].has_ended
+    in_any_order(stepped, random.Random(1))
+
+
+# Sends and receives.
+
+
+@pytest.mark.parametrize("registered", [True, False])
+@pytest.mark.parametrize("num_bytes", [0, 1, PACKET, PACKET + 1, NUM_PACKETS * PACKET, 3 * NUM_PACKETS * PACKET + 5])
+def test_a_message_of_any_size(ranks_of, num_bytes, registered):
+    one, other = ranks_of(2)
+    values = torch.arange(num_bytes).to(torch.uint8)
+    for _ in range(3):
+        target = torch.zeros(num_bytes, dtype=torch.uint8)
+        send = one.steps(Call("send", source=one.tensor(values, registered), peer=1))
+        recv = other.steps(Call("recv", target=target, peer=0))
+        in_any_order([Stepped(send), Stepped(recv)], random.Random(num_bytes))
+        assert torch.equal(target, values)
+
+
+def test_small_sends_end_before_their_receiver_comes(ranks_of):
+    one, other = ranks_of(2)
+    sends = [
+        Stepped(one.steps(Call("send", source=torch.full((3,), float(n)), peer=1))) for n in range(NUM_PACKETS + 1)
+    ]
+    for send in sends:
+        while send.go_on():
+            pass
+    assert [send.has_ended for send in sends] == [True] * NUM_PACKETS + [False]
+    targets = [torch.zeros(3) for _ in sends]
+    receives = Stepped(*(other.steps(Call("recv", target=target, peer=0)) for target in targets))
+    in_any_order([sends[-1], receives], random.Random(1))
+    assert [target[0].item() for target in targets] == [0, 1, 2, 3, 4]
+
+
+def test_both_ways_between_many(ranks_of):
+    size = 4
+    ranks = ranks_of(size)
+    pairs = [(a, b) for a in range(size) for b in range(size) if a != b]
+    targets = {pair: torch.zeros(70_000) for pair in pairs}
+    stepped = []
+    for a, b in pairs:
+        values = torch.full((70_000,), 10.0 * a + b)
+        stepped.append(Stepped(ranks[a].steps(Call("send", source=ranks[a].tensor(values, a < b), peer=b))))
+        stepped.append(Stepped(ranks[b].steps(Call("recv", target=targets[a, b], peer=a))))
+    in_any_order(stepped, random.Random(4))
+    assert all(target.eq(10.0 * a + b).all() for (a, b), target in targets.items())
+
+
+# Giving up.
+
+
+def test_everybody_learns_that_one_gave_up(ranks_of):
+    ranks = ranks_of(3)
+    assert not any(rank.exchange.is_abandoned() for rank in ranks)
+    ranks[1].exchange.give_up()
+    for rank in ranks:
+        with pytest.raises(Abandoned):
+            rank.exchange.check()
+
+
+GIVEN_UP_IN = [
+    *[(kind, "default", LARGE) for kind in KINDS],
+    *[("all_reduce", strategy, MIDDLE) for strategy in STRATEGIES],
+    ("send", "default", LARGE),
+]
+
+
+@pytest.mark.parametrize(("kind", "strategy", "numel"), GIVEN_UP_IN)
+def test_nobody_takes_what_a_rank_that_gave_up_has_overwritten(ranks_of, kind, strategy, numel):
+    """Wherever in the call that was: the others' calls end with the right values, or not at all."""
+    sources = [values_of(me, numel) for me in range(2)]
+    for num_steps in range(12):
+        ranks = ranks_of(2)
+        options = {"op": "sum"} if "reduce" in kind else {"peer": 0} if kind == "broadcast" else {}
+        if kind == "send":
+            calls = [
+                Call("send", source=ranks[0].tensor(sources[0], True), peer=1),
+                Call("recv", target=torch.empty(numel), peer=0),
+            ]
+        else:
+            calls = [
+                make_call(rank, kind, source, True, strategy=strategy, **options)
+                for rank, source in zip(ranks, sources, strict=True)
+            ]
+        first, second = (Stepped(rank.steps(call)) for rank, call in zip(ranks, calls, strict=True))
+        first.go_on()
+        for number in range(num_steps):
+            (second, first)[number % 2].go_on()
+        if first.has_ended:
+            assert num_steps > 1
+            return
+        ranks[0].exchange.give_up()
+        calls[0].source.fill_(float("nan"))
+        try:
+            while second.go_on():
+                pass
+        except Abandoned:
+            continue
+        right = sources[0] if kind == "send" else expected(kind, sources, 1)
+        assert not second.has_ended or torch.allclose(calls[1].target, right, atol=1e-4), num_steps
+    raise AssertionError("it never ended")
+
+
+def test_a_reduction_stops_between_two_pieces(ranks_of, monkeypatch):
+    """Once a rank gave up, not more than a piece is written into its buffer."""
+    one, other = ranks_of(2)
+    numel = 10 * PIECE // 4
+    calls = [make_call(rank, "all_reduce", torch.ones(numel), True, op="sum") for rank in (one, other)]
+    first, second = Stepped(one.steps(calls[0])), Stepped(other.steps(calls[1]))
+    first.go_on()
+    reduce, count = other.exchange.reduce, 0
+
+    def give_up_at_the_third(*args: object) -> None:
+        nonlocal count
+        count += 1
+        if count == 3:
+            one.exchange.give_up()
+        reduce(*args)
+
+    monkeypatch.setattr(other.exchange, "reduce", give_up_at_the_third)
+    with pytest.raises(Abandoned):
+        in_any_order([second], random.Random(1))
+    assert count == 3
+    assert calls[0].target.eq(2).sum() == 3 * PIECE // 4
+
+
+def test_views_of_known_shapes_are_kept_in_bounds(ranks_of):
+    (rank, _) = ranks_of(2)
+    for numel in range(1, 2000):
+        rank.exchange.slots(0, numel, torch.float32)
+        rank.exchange.remembered((numel,), list)
+    assert len(rank.exchange._views) <= 512
+    assert len(rank.exchange._piece_views) <= 512
+
+
+# Whole transports: a loop and a thread for each rank.
+
+
+@dataclass
+class FakePulse:
+    def is_dead(self) -> bool:
+        return False
+
+    def seconds_still(self) -> float:
+        return 0.0
+
+
+Main = Callable[[Group, Arena], Coroutine[Any, Any, Any]]
+
+
+class Threads:
+    """Groups of ranks that each run their own main in an event loop of their own."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.arenas = [Arena(lay_out([size])[-1].stop, size) for _ in range(size)]
+        pages = [Page(memoryview(bytearray(Page.size(size))), size) for _ in range(size)]
+        self._members = [Member(Place(rank, Coords(rank, 0, 0)), pages[rank], FakePulse()) for rank in range(size)]
+        self.exchanges: dict[int, Exchange] = {}
+        self.ready = threading.Barrier(size, timeout=SECONDS)
+
+    def _group(self, me: int) -> Group:
+        mapped = [a if peer == me else open_peer(a.address_for_peers) for peer, a in enumerate(self.arenas)]
+        transport = SharedMemoryTransport("world", self._members, mapped, me, lay_out([self.size])[0], self.size)
+        self.exchanges[me] = transport._exchange
+        return Group(
+            "world",
+            range(self.size),
+            me,
+            transport,
+            coords_of=lambda rank: Coords(rank, 0, 0),
+            timeout=SECONDS,
+            device=torch.device("cpu"),
+            allocate=self.arenas[me].empty,
+        )
+
+    def run(self, main: Main) -> list[Any]:
+        """What each rank's main returns."""
+        outcomes: list[Future[Any]] = [Future() for _ in range(self.size)]
+
+        def live(me: int) -> None:
+            async def whole() -> Any:
+                group = self._group(me)
+                self.ready.wait()
+                try:
+                    return await main(group, self.arenas[me])
+                finally:
+                    await group.close(SECONDS)
+
+            try:
+                outcomes[me].set_result(asyncio.run(whole()))
+            except BaseException as error:
+                outcomes[me].set_exception(error)
+
+        threads = [threading.Thread(target=live, args=(me,), daemon=True) for me in range(self.size)]
+        for thread in threads:
+            thread.start()
+        return [outcome.result(SECONDS) for outcome in outcomes]
+
+
+@pytest.fixture
+def threads_of() -> Iterator[Callable[[int], Threads]]:
+    made: list[Threads] = []
+
+    def threads_of(size: int) -> Threads:
+        made.append(Threads(size))
+        return made[-1]
+
+    yield threads_of
+    for threads in made:
+        for arena in threads.arenas:
+            arena.close()
+
+
+def test_groups_of_threads(threads_of):
+    async def main(group: Group, _: Arena) -> list[float]:
+        found = []
+        for numel in (1, 6, 50_000, 300_000):
+            tensor = group.empty(numel).fill_(group.rank + 1.0)
+            await group.all_reduce(tensor)
+            found.append(tensor.unique().tolist())
+            found.append((await group.all_gather(torch.tensor([numel + group.rank]))).tolist())
+        works = [group.all_reduce(torch.ones(30_000)) for _ in range(20)]
+        work_sums = [(await work)[0].item() for work in reversed(works)]
+        tensor = torch.full((200_000,), float(group.rank))
+        if group.rank == 0:
+            await group.send(tensor, 2)
+        elif group.rank == 2:
+            await group.recv(tensor, 0)
+        return [found, work_sums, tensor[0].item()]
+
+    results = threads_of(3).run(main)
+    sums = [part for numel in (1, 6, 50_000, 300_000) for part in ([6.0], [numel, numel + 1, numel + 2])]
+    assert results == [[sums, [3.0] * 20, value] for value in (0, 1, 0)]
+
+
+def test_how_default_explains_itself(threads_of):
+    async def main(group: Group, _: Arena) -> list[str]:
+        return [
+            str(group.explain(size, strategy))
+            for size, strategy in ((FLAT, "default"), (FLAT + 1, "default"), (1, "ring"))
+        ]
+
+    assert threads_of(2).run(main)[0] == [
+        "default: shared memory's own way; every rank adds up all ranks' values from their staging slots",
+        "default: shared memory's own way; each rank reduces its slice from its peers' buffers and writes it to all, "
+        "in place if registered",
+        "ring: asked for",
+    ]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "told by a peer"])
+def test_memory_that_a_peer_may_still_write_is_not_handed_out(threads_of, monkeypatch, how):
+    """Rank 0 cancels while rank 2 is about to write; what ranks 0 and 1 had in the call is nobody else's then."""
+    threads = threads_of(3)
+    numel = 3 * PIECE // 4
+    at_it, may_write = threading.Event(), threading.Event()
+    watched = 0 if how == "cancelled" else 1
+    reduce = Reducer.__call__
+
+    def reduce_later(self: Reducer, *args: Any) -> None:
+        if self is threads.exchanges[2].reduce:
+            at_it.set()
+            assert may_write.wait(SECONDS)
+        reduce(self, *args)
+
+    monkeypatch.setattr(Reducer, "__call__", reduce_later)
+
+    async def main(group: Group, arena: Arena) -> object:
+        tensor = group.empty(numel).fill_(1)
+        place, num_bytes = arena.offset_of(tensor), tensor.nbytes
+        work = asyncio.ensure_future(_await(group.all_reduce(tensor)))
+        if group.rank == 0:
+            await asyncio.to_thread(at_it.wait, SECONDS)
+            work.cancel()
+        with pytest.raises(asyncio.CancelledError if group.rank == 0 else GroupClosed):
+            await work
+        if group.rank != watched:
+            return None
+        del tensor, work
+        gc.collect()
+        others = [group.empty(numel).fill_(7) for _ in range(3)]
+        places = [arena.offset_of(other) for other in others]
+        may_write.set()
+        return place, num_bytes, places
+
+    place, num_bytes, places = threads.run(main)[watched]
+    assert all(other + num_bytes <= place or other >= place + num_bytes for other in places)
+
+
+async def _await(work) -> torch.Tensor:
+    return await work
+
+
+def test_small_and_large_calls_in_turn_keep_their_order(threads_of):
+    async def main(group: Group, _: Arena) -> bool:
+        sizes = [random.Random(number).choice((1, 1000, 300_000, 600_000)) for number in range(60)]
+        tensors = [torch.full((size,), float(number)) for number, size in enumerate(sizes)]
+        works = [group.all_reduce(tensor) for tensor in tensors]
+        for number in random.Random(group.rank).sample(range(60), 60):
+            await works[number]
+            assert tensors[number].eq(2 * number).all()
+        return True
+
+    assert threads_of(2).run(main) == [True, True]
+
+
+def test_the_flat_way_has_the_bits_of_the_other(ranks_of, monkeypatch):
+    numel = 9000
+    sources = [values_of(me, numel) for me in range(3)]
+    results = []
+    for flat in (FLAT, 0):
+        monkeypatch.setattr(shared_collectives, "FLAT", flat)
+        for registered in (True, False):
+            ranks = ranks_of(3)
+            calls = [
+                make_call(rank, "all_reduce", source, registered, op="sum")
+                for rank, source in zip(ranks, sources, strict=True)
+            ]
+            in_any_order([Stepped(rank.steps(call)) for rank, call in zip(ranks, calls, strict=True)], random.Random(1))
+            results += [call.target for call in calls]
+    assert all(torch.equal(result, results[0]) for result in results)
