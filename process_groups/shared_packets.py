@@ -64,7 +64,7 @@ class Outbox(_Pair):
         source = source if source.dim() == 1 else source.view(-1)
         offset = self._sender.offset_of(source) if source.nbytes > _WORTH_SHOWING else None
         if offset is not None:
-            return self._show(source.nbytes, offset)
+            return self._show(source, offset)
         if source.nbytes > PACKET:
             return self._put(torch.split(source.view(torch.uint8), PACKET))
         return self._put((source,) if source.numel() else ())
@@ -90,11 +90,11 @@ class Outbox(_Pair):
             self.number += 1
             self.sent.store(self.number)
 
-    def _show(self, num_bytes: int, offset: int) -> Steps:
-        """Let the receiver read where the values lie, and wait until it has."""
+    def _show(self, source: torch.Tensor, offset: int) -> Steps:
+        """Let the receiver read where the values lie, and wait until it has; they are held until then."""
         if self.consumed.value <= self.number - NUM_PACKETS:
             yield self.consumed, self.number - NUM_PACKETS + 1
-        self._write_header(num_bytes, offset + 1)
+        self._write_header(source.nbytes, offset + 1)
         self.number += 1
         self.sent.store(self.number)
         yield self.consumed, self.number
