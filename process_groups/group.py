@@ -10,6 +10,9 @@ from torch.autograd.graph import increment_version
 
 from monitoring.collectives import CollectiveRecorder
 from process_groups.lane import ENDED
+from process_groups.repeated import RepeatedAllReduce
+from process_groups.shared_collectives import FLAT
+from process_groups.shared_memory import SharedMemoryTransport
 from process_groups.transport import POINT_TO_POINT, REDUCE_OPS, Call, Explanation, Transport, describe_terms
 from process_groups.work import CopyBack, Work
 from runtime.errors import CommunicationError, Coords, DeadlineExceeded, GroupClosed, InvalidCall, name_rank
@@ -29,6 +32,7 @@ Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor | None]
 """Makes a registered buffer; None where there is too little memory for it."""
 
 _TURN = 0.005  # seconds
+_MOST_REPEATED = 256  # tensors
 _SIZED_BY_RESULT = frozenset(("all_gather", "recv"))  # what is recorded as the size is otherwise the input's
 
 
@@ -61,6 +65,7 @@ class Group:
         self._under_way: set[Work] = set()
         self._loop_had_its_turn = 0.0
         self._numbers: dict[tuple[str, int | None] | None, int] = {}
+        self._repeated: dict[int, RepeatedAllReduce | None] = {}
         self._closed: CommunicationError | None = None
 
     def __repr__(self) -> str:
@@ -90,11 +95,31 @@ class Group:
         `strategy` is `default` (the transport's own), `ring`, `tree`, `hierarchical` or `adaptive`; left out, it is
         the mesh's (`comm.strategy`). Only `default` adds up in the same order on every mesh.
         """
+        repeated = self._repeated.get(id(tensor))
+        if repeated is not None and timeout is None and repeated.is_for(tensor, op, strategy):
+            again = repeated.start(tensor) if self._closed is None else None
+            if again is not None:
+                return again
         self._check_reduction("all_reduce", tensor, op)
-        strategy = self.strategy if strategy is None else strategy
-        if strategy not in STRATEGIES:
-            raise InvalidCall(f"all_reduce: strategy {strategy!r} is not one of {', '.join(STRATEGIES)}.")
-        return self._start("all_reduce", tensor, tensor, tensor, op=op, timeout=timeout, strategy=strategy)
+        wanted = self.strategy if strategy is None else strategy
+        if wanted not in STRATEGIES:
+            raise InvalidCall(f"all_reduce: strategy {wanted!r} is not one of {', '.join(STRATEGIES)}.")
+        work = self._start("all_reduce", tensor, tensor, tensor, op=op, timeout=timeout, strategy=wanted)
+        if isinstance(self._transport, SharedMemoryTransport) and wanted == "default":
+            self._remember(tensor, strategy, work.call, self._transport)
+        return work
+
+    def _remember(
+        self, tensor: torch.Tensor, strategy: str | None, call: Call, transport: SharedMemoryTransport
+    ) -> None:
+        """The next call on this tensor shall be quicker, if it is small and a whole tensor of its own."""
+        if not 0 < tensor.nbytes <= FLAT or call.target is None or call.target.data_ptr() != tensor.data_ptr():
+            return
+        if len(self._repeated) >= _MOST_REPEATED:
+            self._repeated.clear()
+        seen_before = id(tensor) in self._repeated  # a tensor that is used once is not worth the trouble
+        made = RepeatedAllReduce(self, transport, tensor, strategy, call) if seen_before else None
+        self._repeated[id(tensor)] = made
 
     def reduce_scatter(
         self,

@@ -294,6 +294,35 @@ async def different_shapes_are_a_mismatch():
 
 
 @scenario
+async def a_tensor_that_is_reduced_again_and_again():
+    async with flat_mesh() as mesh:
+        tensor, other = torch.empty(6), mesh.world.empty(6)
+        for number in range(12):
+            tensor.fill_(mesh.rank + number)
+            other.fill_(mesh.rank * number)
+            op = ("sum", "max")[number // 4 % 2]
+            works = [mesh.world.all_reduce(tensor, op=op), mesh.world.all_reduce(other)]
+            for work in works if number % 3 else reversed(works):
+                await work
+            assert tensor.tolist() == [(6 + 4 * number) if op == "sum" else 3 + number] * 6
+            assert other.tolist() == [6 * number] * 6
+        tensor.unsqueeze_(0)  # the same memory, but another shape from now on
+        tensor.resize_(2, 3)
+        assert (await mesh.world.all_reduce(tensor.fill_(1))).tolist() == [[4] * 3] * 2
+        tensor.data = torch.full((2, 3), 2.0)
+        assert (await mesh.world.all_reduce(tensor)).tolist() == [[8] * 3] * 2
+        weight = torch.ones(2, 3, requires_grad=True)
+        loss = (weight * tensor).sum()
+        await mesh.world.all_reduce(tensor)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        with pytest.raises(Mismatch, match=r"float32 \(7,\)"):
+            await mesh.world.all_reduce(torch.ones(7) if mesh.rank == 1 else tensor)
+        with pytest.raises(GroupClosed):
+            await mesh.world.all_reduce(tensor)
+
+
+@scenario
 async def different_dtypes_are_a_mismatch():
     await expect_mismatch(
         lambda mesh: mesh.world.all_gather(torch.ones(4, dtype=torch.float64 if mesh.rank == 0 else torch.int64)),
