@@ -62,6 +62,8 @@ class Lane:
         if not self._tasks and self._driving.acquire(blocking=False):
             try:
                 if task.go_on(0.0):
+                    if task.exception() is not None:
+                        self._failed.append(task)
                     return task
                 self._tasks.append(task)
             finally:
