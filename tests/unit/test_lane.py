@@ -16,7 +16,7 @@ import torch
 
 from process_groups.arena import Arena
 from process_groups.lane import Lane, Steps, is_short
-from process_groups.signals import Abandoned, Counter
+from process_groups.signals import Abandoned, Counter, Patience
 from process_groups.transport import Call
 from runtime.errors import CommunicationError, GroupClosed, PeerLost
 from tests.processes import SECONDS
@@ -32,7 +32,7 @@ class Lanes:
         self.counter = Counter(self.arena, 64)
         self.is_given_up = False
         self.thread = f"test-lane-{next(_numbers)}"
-        self.lane = Lane(self.thread, 0, lambda: self.is_given_up, self._explain)
+        self.lane = Lane(self.thread, Patience(0, 0), lambda: self.is_given_up, self._explain)
         self.log: list[str] = []
         self.threads: set[str] = set()
 
@@ -60,6 +60,8 @@ def lanes() -> Iterator[Lanes]:
     yield made
     made.is_given_up = True  # whatever its thread still waits for
     made.lane.stop()
+    for thread in [thread for thread in threading.enumerate() if thread.name == made.thread]:
+        thread.join(SECONDS)
     made.arena.close()
 
 
@@ -163,17 +165,18 @@ def failing(error: Exception) -> Steps:
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "text"),
+    ("fails", "kind", "text"),
     [
-        (PeerLost("gone"), PeerLost, "gone"),
-        (ZeroDivisionError("by design"), CommunicationError, "ZeroDivisionError: by design"),
-        (RuntimeError("a tensor operation"), CommunicationError, "RuntimeError: a tensor operation"),
-        (Abandoned(), GroupClosed, "broken was given up"),
+        (lambda: PeerLost("gone"), PeerLost, "gone"),
+        (lambda: ZeroDivisionError("by design"), CommunicationError, "ZeroDivisionError: by design"),
+        (lambda: RuntimeError("a tensor operation"), CommunicationError, "RuntimeError: a tensor operation"),
+        (Abandoned, GroupClosed, "broken was given up"),
     ],
+    ids=["lost", "by zero", "tensor", "given up"],
 )
 @pytest.mark.parametrize("short", [True, False])
-async def test_an_exception_ends_the_call_and_only_that(lanes, error, kind, text, short):
-    task = lanes.lane.add(Call("broken"), failing(error), short)
+async def test_an_exception_ends_the_call_and_only_that(lanes, fails, kind, text, short):
+    task = lanes.lane.add(Call("broken"), failing(fails()), short)
     after = lanes.add("after")
     await ended(after)
     assert task.has_ended()
@@ -200,12 +203,31 @@ async def test_the_thread_hears_that_the_group_was_given_up(lanes):
     assert str(task.exception()) == "a was given up"
 
 
-async def test_what_did_not_end_well_is_remembered(lanes):
+@pytest.mark.parametrize("short", [True, False])
+async def test_what_did_not_end_well_is_remembered(lanes, short):
     """Peers may still write into its buffers."""
-    lanes.add("fine")
-    lanes.lane.add(Call("broken"), failing(PeerLost("gone")), True)
+    fine = lanes.add("fine", is_short=short)
+    broken = lanes.lane.add(Call("broken"), failing(PeerLost("gone")), short)
+    for task in (fine, broken):
+        await ended(task)
+    await until(lambda: lanes.lane.is_idle)
     lanes.add("waiting", 1)
     assert [task.call.kind for task in lanes.lane.not_ended_well()] == ["broken", "waiting"]
+
+
+async def test_a_lane_is_idle_when_a_call_would_be_the_next(lanes):
+    assert lanes.lane.is_idle
+    lanes.add("a")
+    assert lanes.lane.is_idle, "it has ended"
+    task = lanes.add("b", 1)
+    assert not lanes.lane.is_idle, "one waits"
+    lanes.counter.store(1)
+    assert task.ended_well(0.0)
+    assert lanes.lane.is_idle
+    seen = []
+    lanes.lane.add(Call("c"), (seen.append(lanes.lane.is_idle) for _ in (1,)), False)
+    await until(lambda: lanes.lane.is_idle)
+    assert seen == [False], "the thread is at one"
 
 
 async def test_callbacks_come_once(lanes):
