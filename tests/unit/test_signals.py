@@ -12,10 +12,11 @@ import pytest
 
 from process_groups import signals
 from process_groups.arena import Arena, open_peer
-from process_groups.signals import Abandoned, Counter, patience
+from process_groups.signals import Abandoned, Counter, Patience, patience
 from tests.processes import SECONDS
 
 PLACE = 64
+ASLEEP = Patience(looks=0, turns=0)
 
 
 @pytest.fixture
@@ -65,29 +66,31 @@ class Waiter(threading.Thread):
 def test_a_peer_sees_what_the_owner_stores(counters):
     mine, theirs = counters
     assert theirs.value == 0
+    assert list(theirs.words) == [0], "one word, no more"
     mine.store(7)
     assert theirs.value == 7
-    assert theirs.reaches(7, math.inf, 0, refuse)
-    assert theirs.reaches(3, 0.0, 0, refuse)
+    assert theirs.reaches(7, math.inf, ASLEEP, refuse)
+    assert theirs.reaches(3, 0.0, ASLEEP, refuse)
+    assert list(theirs.words) == [7]
 
 
 def test_a_look_does_not_wait(counters, monkeypatch):
     monkeypatch.setattr(signals, "_syscall", refuse)
     monkeypatch.setattr(os, "sched_yield", refuse)
-    assert not counters[0].reaches(1, 0.0, 100, refuse)
+    assert not counters[0].reaches(1, 0.0, Patience(looks=100, turns=100), refuse)
 
 
 def test_a_wait_ends_in_time(counters):
     end = time.monotonic() + 0.01
-    assert not counters[1].reaches(1, end, 5, never)
+    assert not counters[1].reaches(1, end, Patience(looks=5, turns=5), never)
     assert time.monotonic() >= end
-    assert not counters[1].reaches(1, time.monotonic() - 1, 0, never)
+    assert not counters[1].reaches(1, time.monotonic() - 1, ASLEEP, never)
 
 
-@pytest.mark.parametrize("num_looks", [0, 20])
-def test_a_sleeper_is_woken(counters, nobody_looks_again, num_looks):
+@pytest.mark.parametrize("patience", [ASLEEP, Patience(20, 0), Patience(0, 20), Patience(20, 20)])
+def test_a_sleeper_is_woken(counters, nobody_looks_again, patience):
     mine, theirs = counters
-    waiter = Waiter(lambda: theirs.reaches(3, math.inf, num_looks, never))
+    waiter = Waiter(lambda: theirs.reaches(3, math.inf, patience, never))
     for value in (1, 2, 3):
         mine.store(value)
     assert waiter.result() is True
@@ -95,7 +98,7 @@ def test_a_sleeper_is_woken(counters, nobody_looks_again, num_looks):
 
 def test_all_sleepers_are_woken(counters, nobody_looks_again):
     mine, theirs = counters
-    waiters = [Waiter(lambda: theirs.reaches(1, math.inf, 0, never)) for _ in range(5)]
+    waiters = [Waiter(lambda: theirs.reaches(1, math.inf, ASLEEP, never)) for _ in range(5)]
     mine.store(1)
     assert [waiter.result() for waiter in waiters] == [True] * 5
 
@@ -108,7 +111,7 @@ def test_no_wake_up_is_lost(nobody_looks_again):
     def take_turns(mine: Counter, theirs: Counter, lead: int) -> bool:
         for number in range(1, 1500):
             mine.store(number)
-            assert theirs.reaches(number - lead, math.inf, 0, never)
+            assert theirs.reaches(number - lead, math.inf, ASLEEP, never)
         return True
 
     one = Waiter(lambda: take_turns(Counter(arena, 64), Counter(peer, 128), 0))
@@ -120,7 +123,7 @@ def test_no_wake_up_is_lost(nobody_looks_again):
 def test_waiting_beyond_what_a_futex_counts(counters, nobody_looks_again):
     mine, theirs = counters
     mine.store((1 << 32) - 1)
-    waiter = Waiter(lambda: theirs.reaches((1 << 32) + 1, math.inf, 0, never))
+    waiter = Waiter(lambda: theirs.reaches((1 << 32) + 1, math.inf, ASLEEP, never))
     mine.store(1 << 32)
     mine.store((1 << 32) + 1)
     assert waiter.result() is True
@@ -129,13 +132,13 @@ def test_waiting_beyond_what_a_futex_counts(counters, nobody_looks_again):
 
 def test_a_waiter_learns_that_the_group_was_given_up(counters):
     with pytest.raises(Abandoned):
-        counters[1].reaches(1, math.inf, 3, lambda: True)
+        counters[1].reaches(1, math.inf, Patience(looks=3, turns=3), lambda: True)
 
 
 def test_a_sleeper_looks_around_when_woken(counters, nobody_looks_again):
     mine, theirs = counters
     is_given_up = False
-    waiter = Waiter(lambda: theirs.reaches(1, math.inf, 0, lambda: is_given_up))
+    waiter = Waiter(lambda: theirs.reaches(1, math.inf, ASLEEP, lambda: is_given_up))
     is_given_up = True
     while waiter.is_alive():  # it may not be asleep yet
         mine.wake()
@@ -153,19 +156,28 @@ def test_a_sleeper_looks_around_by_itself(counters):
 
     began = time.monotonic()
     with pytest.raises(Abandoned):
-        counters[1].reaches(1, math.inf, 0, third_time)
+        counters[1].reaches(1, math.inf, ASLEEP, third_time)
     assert time.monotonic() - began >= 2 * 0.9 * signals._LONGEST_SLEEP
 
 
-@pytest.mark.parametrize(("num_ranks", "looks"), [(1, 100), (4, 100), (5, 20), (64, 20)])
-def test_ranks_that_share_cores_look_less_often(monkeypatch, num_ranks, looks):
+ALONE, CROWDED = Patience(looks=1000, turns=10), Patience(looks=0, turns=50)
+
+
+@pytest.mark.parametrize(("num_ranks", "expected"), [(1, ALONE), (4, ALONE), (5, CROWDED), (64, CROWDED)])
+def test_ranks_that_share_cores_give_way_at_once(monkeypatch, num_ranks, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
-    monkeypatch.setattr(signals, "_PATIENCE_ALONE", 100)
-    monkeypatch.setattr(signals, "_PATIENCE_CROWDED", 20)
-    assert patience(num_ranks) == looks
+    monkeypatch.setattr(signals, "_MACHINE", "x86_64")
+    assert patience(num_ranks) == expected
 
 
-def test_looking_lets_others_run(counters, monkeypatch):
+@pytest.mark.parametrize("machine", ["aarch64", "riscv64"])
+def test_where_stores_may_be_seen_late_everybody_sleeps(monkeypatch, machine):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    monkeypatch.setattr(signals, "_MACHINE", machine)
+    assert [patience(num_ranks) for num_ranks in (1, 64)] == [ASLEEP, ASLEEP]
+
+
+def test_turns_let_others_run(counters, monkeypatch):
     mine, theirs = counters
     turns = 0
 
@@ -176,5 +188,48 @@ def test_looking_lets_others_run(counters, monkeypatch):
             mine.store(1)
 
     monkeypatch.setattr(os, "sched_yield", turn)
-    assert theirs.reaches(1, math.inf, 20, refuse)
+    assert theirs.reaches(1, math.inf, Patience(looks=20, turns=20), refuse)
     assert turns == 4
+
+
+class CountedLooks:
+    """A counter's word that counts who looks, and changes at some look."""
+
+    def __init__(self, changes_at: float) -> None:
+        self.num_looks, self._changes_at = 0, changes_at
+
+    def __getitem__(self, index: int) -> int:
+        assert index == 0
+        self.num_looks += 1
+        return int(self.num_looks >= self._changes_at)
+
+
+@pytest.mark.parametrize(
+    ("changes_at", "num_turns"),
+    [
+        (1, 0),  # the first look
+        (2, 0),
+        (21, 0),  # the last of 20 without a pause
+        (22, 1),  # after the first turn
+        (51, 30),
+        (52, 30),  # the look before sleeping
+    ],
+)
+def test_looks_then_turns_and_no_sleep(counters, monkeypatch, changes_at, num_turns):
+    turns = []
+    monkeypatch.setattr(os, "sched_yield", lambda: turns.append(1))
+    monkeypatch.setattr(signals, "_syscall", refuse)
+    theirs = counters[1]
+    theirs.words = words = CountedLooks(changes_at)
+    assert theirs.reaches(1, math.inf, Patience(looks=20, turns=30), refuse)
+    assert (words.num_looks, len(turns)) == (changes_at, num_turns)
+
+
+def test_sleep_comes_after_the_last_look(counters, monkeypatch):
+    turns, sleeps = [], []
+    monkeypatch.setattr(os, "sched_yield", lambda: turns.append(1))
+    monkeypatch.setattr(signals, "_syscall", lambda *args: sleeps.append(args[2]))
+    theirs = counters[1]
+    theirs.words = words = CountedLooks(changes_at=53)
+    assert theirs.reaches(1, math.inf, Patience(looks=20, turns=30), never)
+    assert (words.num_looks, len(turns), sleeps) == (53, 30, [signals._WAIT])
