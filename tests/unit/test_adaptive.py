@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -56,12 +57,35 @@ class Together:
     def _scratch(num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
 
-    def all_reduce(self, num_bytes: int) -> str:
-        """An adaptive call on every rank; the strategy that all of them took."""
+    def _calls(self, num_bytes: int) -> list[Call]:
+        """An adaptive call for every rank."""
         calls = []
         for _ in self.tables:
             values = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
             calls.append(Call("all_reduce", values, values, "sum", strategy="adaptive"))
+        return calls
+
+    def takes_default(self, num_bytes: int, idle: Collection[int] = (0, 1, 2)) -> bool:
+        """Whether a call was a plain `default` for those ranks that are idle; if it was, the others step through it."""
+        calls = self._calls(num_bytes)
+        answers = {self.tables[me].takes_default(calls[me]) for me in idle}
+        (is_default,) = answers
+        if not is_default:
+            assert {call.carried_out_by for call in calls} == {None}
+            return False
+        busy = [(me, self.tables[me].steps(calls[me])) for me in range(len(self.tables)) if me not in idle]
+        for _, steps in busy:
+            next(steps)
+        self.now += self.cost("default", num_bytes)
+        for me, steps in busy:
+            assert self._under_way.pop(me)[1] == "default"
+            assert next(steps, "ended") == "ended", "it compares no notes without the others"
+        assert {call.carried_out_by for call in calls} == {"default"}
+        return True
+
+    def all_reduce(self, num_bytes: int) -> str:
+        """An adaptive call on every rank; the strategy that all of them took."""
+        calls = self._calls(num_bytes)
         steps = [table.steps(call) for table, call in zip(self.tables, calls, strict=True)]
         while steps:
             ended = []
@@ -135,13 +159,20 @@ def test_the_texts_of_explain(together):
     ranks.all_reduce(4)
     source = "the fastest of its size class, measured by this group's first adaptive call"
     assert ranks.explain(4 * KIB) == (f"tree: {source} (default 24 µs, ring 62 µs, tree 17 µs, hierarchical 53 µs)")
-    assert ranks.explain(8 * MIB) == f"ring: {source} (default 8,409 µs, ring 4,254 µs, hierarchical 6,761 µs)"
-    assert ranks.explain(1 << 40) == ranks.explain(8 * MIB), "the nearest class that was measured"
+    assert ranks.explain(16 * MIB) == f"ring: {source} (default 16,797 µs, ring 8,449 µs, hierarchical 13,472 µs)"
+    assert ranks.explain(8 * MIB) == ranks.explain(16 * MIB), "the nearest class that was measured"
+    assert ranks.explain(4 * MIB) == ranks.explain(MIB), "of two that are as near, the smaller"
+    assert ranks.explain(1 << 40) == ranks.explain(16 * MIB)
     assert ranks.explain(0) == ranks.explain(4 * KIB)
     for _ in range(128):
+        ranks.all_reduce(16 * MIB)
+    assert ranks.explain(16 * MIB) == (
+        f"ring: {source} and refined by 128 calls (default 16,797 µs, ring 8,449 µs, hierarchical 13,472 µs)"
+    )
+    for _ in range(128):
         ranks.all_reduce(8 * MIB)
-    assert ranks.explain(8 * MIB) == (
-        f"ring: {source} and refined by 128 calls (default 8,409 µs, ring 4,254 µs, hierarchical 6,761 µs)"
+    assert ranks.explain(8 * MIB) == (  # default, which is not worth a try, as it was measured with 16 MiB
+        f"ring: {source} and refined by 128 calls (default 16,797 µs, ring 4,254 µs, hierarchical 6,761 µs)"
     )
 
 
@@ -149,12 +180,12 @@ def test_what_is_measured(together):
     ranks = together()
     ranks.all_reduce(4)
     names = ("default", "ring", "tree", "hierarchical")
-    # At 1 MiB tree takes more than 4 times as long as the best, so that it is left out at 8 MiB.
+    # At 1 MiB tree takes more than 4 times as long as the best, so that it is left out at 16 MiB.
     assert ranks.measured() == [
         *[(name, 4 * KIB) for _ in range(5) for name in names],
         *[(name, 64 * KIB) for _ in range(5) for name in names],
         *[(name, MIB) for _ in range(5) for name in names],
-        *[(name, 8 * MIB) for _ in range(5) for name in names if name != "tree"],
+        *[(name, 16 * MIB) for _ in range(5) for name in names if name != "tree"],
     ]
     assert [kind for kind, _, num_bytes in ranks.runs if num_bytes != 32].count("barrier") == len(ranks.measured())
 
@@ -163,12 +194,30 @@ def test_slow_sizes_are_measured_less_often_or_not(together):
     ranks = together(lambda strategy, num_bytes: 0.6 * num_bytes / MIB if num_bytes else 0.0)
     ranks.all_reduce(4)
     sizes = [num_bytes for _, num_bytes in ranks.measured()]
+    # Four candidates of 64 KiB take 0.15 s, of 1 MiB 2.4 s.
     assert {size: sizes.count(size) for size in dict.fromkeys(sizes)} == {4 * KIB: 20, 64 * KIB: 20}
     assert ranks.all_reduce(100 * MIB) == "default"
 
 
+@pytest.mark.parametrize(
+    ("seconds_per_mib", "repeats"),
+    [
+        (0.0035, {4 * KIB: 5, 64 * KIB: 5, MIB: 5, 16 * MIB: 4}),  # 4 x 16 x 0.0035 s = 0.22 s, 4 times within 1 s
+        (0.0055, {4 * KIB: 5, 64 * KIB: 5, MIB: 5, 16 * MIB: 2}),  # 0.35 s
+        (0.0150, {4 * KIB: 5, 64 * KIB: 5, MIB: 5, 16 * MIB: 1}),  # 0.96 s
+        (0.0160, {4 * KIB: 5, 64 * KIB: 5, MIB: 5}),  # 1.02 s
+        (0.1200, {4 * KIB: 5, 64 * KIB: 5, MIB: 2}),  # 4 x 0.12 s
+    ],
+)
+def test_a_size_is_measured_as_often_as_a_second_allows(together, seconds_per_mib, repeats):
+    ranks = together(lambda strategy, num_bytes: seconds_per_mib * num_bytes / MIB if num_bytes else 0.0)
+    ranks.all_reduce(4)
+    sizes = [num_bytes for _, num_bytes in ranks.measured()]
+    assert {size: sizes.count(size) for size in dict.fromkeys(sizes)} == {size: 4 * n for size, n in repeats.items()}
+
+
 def test_a_small_gain_is_not_worth_another_order_of_additions(together):
-    for gain, chosen in ((0.95, "default"), (0.85, "ring")):
+    for gain, chosen in ((0.95, "default"), (0.91, "default"), (0.89, "ring"), (0.85, "ring")):
         costs = {"default": 1e-3, "ring": gain * 1e-3, "tree": 2e-3, "hierarchical": 2e-3}
         ranks = together(lambda strategy, num_bytes, costs=costs: costs[strategy], layout=str(gain))
         assert ranks.all_reduce(MIB) == chosen
@@ -185,7 +234,7 @@ def test_ranks_that_come_late_do_not_change_the_choice(together):
 
 def test_another_one_is_tried_once_a_period(together):
     ranks = together()
-    taken = [ranks.all_reduce(8 * MIB) for _ in range(256)]
+    taken = [ranks.all_reduce(16 * MIB) for _ in range(256)]
     others = {number + 1: name for number, name in enumerate(taken) if name != "ring"}
     # Those that take no more than twice as long, in turns, before notes are compared at 64, 128, …
     assert others == {63: "hierarchical", 127: "default", 191: "hierarchical", 255: "default"}
@@ -194,13 +243,13 @@ def test_another_one_is_tried_once_a_period(together):
 def test_it_changes_its_mind_when_things_change(together):
     ranks = together()
     for _ in range(64):
-        assert ranks.all_reduce(8 * MIB) in ("ring", "hierarchical")
+        assert ranks.all_reduce(16 * MIB) in ("ring", "hierarchical")
     ranks.cost = lambda strategy, num_bytes: usual(strategy, num_bytes) * (5 if strategy == "ring" else 1)
-    taken = [ranks.all_reduce(8 * MIB) for _ in range(64)]
+    taken = [ranks.all_reduce(16 * MIB) for _ in range(64)]
     assert (set(taken[:62]), taken[62:]) == ({"ring"}, ["default", "ring"])
-    after = [ranks.all_reduce(8 * MIB) for _ in range(62)]
+    after = [ranks.all_reduce(16 * MIB) for _ in range(62)]
     assert set(after) == {"hierarchical"}, "the others are as they were"
-    assert ranks.explain(8 * MIB).startswith("hierarchical: the fastest of its size class")
+    assert ranks.explain(16 * MIB).startswith("hierarchical: the fastest of its size class")
     assert ranks.explain(MIB).startswith("ring: "), "the smaller class has noticed nothing"
 
 
@@ -212,6 +261,71 @@ def test_every_size_class_learns_for_itself(together):
         ranks.all_reduce(8 * MIB)
     assert ranks.all_reduce(8 * MIB) == "hierarchical"
     assert ranks.all_reduce(MIB) == "ring"
+
+
+# Calls that are carried out at once.
+
+
+def test_most_small_calls_need_no_table(together):
+    """A period is 64 calls, and the last 8 of them are timed."""
+    ranks = together()
+    assert not ranks.takes_default(64 * KIB), "nothing is measured yet"
+    assert ranks.all_reduce(64 * KIB) == "default"
+    plain, taken = [], {}
+    for number in range(2, 193):
+        if ranks.takes_default(64 * KIB):
+            plain.append(number)
+        else:
+            taken[number] = ranks.all_reduce(64 * KIB)
+    assert plain == [*range(2, 57), *range(65, 121), *range(129, 185)]
+    timed = {number: name for number, name in taken.items() if name != "default"}
+    assert timed == {63: "hierarchical", 127: "ring", 191: "hierarchical"}, "another is tried as if all were timed"
+    assert " and refined by 192 calls " in ranks.explain(64 * KIB)
+
+
+def test_ranks_agree_whether_or_not_they_were_idle(together):
+    ranks = together()
+    ranks.all_reduce(64 * KIB)
+    idle = itertools.cycle(([0, 1, 2], [0], [1, 2], [2]))
+    for number in range(2, 57):
+        assert ranks.takes_default(64 * KIB, next(idle)), number
+    assert not ranks.takes_default(64 * KIB)
+    assert [ranks.all_reduce(64 * KIB) for _ in range(8)] == [*["default"] * 6, "hierarchical", "default"]
+    assert ranks.takes_default(64 * KIB), "notes were compared"
+
+
+def test_what_is_not_default_is_no_plain_call(together):
+    ranks = together()
+    assert ranks.all_reduce(4 * KIB) == "tree"
+    assert not ranks.takes_default(4 * KIB)
+    assert not ranks.takes_default(64 * KIB), "no call of that class yet"
+    pinned = together(pinned=((64 * KIB, "default"),))
+    assert pinned.all_reduce(4 * KIB) == "default"
+    assert not pinned.takes_default(4 * KIB)
+
+
+def test_plain_calls_are_not_timed(together):
+    """How fast they are changes nothing; what the last calls of a period take does."""
+    ranks = together()
+    ranks.all_reduce(64 * KIB)
+
+    def fast(strategy: str, num_bytes: int) -> float:
+        return 1e-9
+
+    def slow(strategy: str, num_bytes: int) -> float:
+        return usual(strategy, num_bytes) * (10 if strategy == "default" else 1)
+
+    for cost_of_the_last, start in ((usual, "default: "), (slow, "ring: ")):
+        ranks.cost = fast
+        while ranks.takes_default(64 * KIB):
+            pass
+        ranks.cost = cost_of_the_last
+        for _ in range(8):
+            ranks.all_reduce(64 * KIB)
+        text = ranks.explain(64 * KIB)
+        assert text.startswith(start)
+        assert f"(default {cost_of_the_last('default', 64 * KIB) * 1e6:,.0f} µs, ring 93 µs" in text
+    assert not ranks.takes_default(64 * KIB), "it is not the best any more"
 
 
 def test_a_pinned_table_is_followed_and_nothing_is_measured(together):
@@ -233,11 +347,11 @@ def test_a_pinned_table_is_followed_and_nothing_is_measured(together):
 def test_what_was_kept_is_used_instead_of_measuring(together, cache):
     together().all_reduce(4)
     ranks = together(lambda strategy, num_bytes: 1.0)
-    assert ranks.all_reduce(8 * MIB) == "ring"
-    assert ranks.measured() == [("ring", 8 * MIB)]
-    assert ranks.explain(8 * MIB) == (
+    assert ranks.all_reduce(16 * MIB) == "ring"
+    assert ranks.measured() == [("ring", 16 * MIB)]
+    assert ranks.explain(16 * MIB) == (
         "ring: the fastest of its size class, measured by an earlier run on this kind of host "
-        "(default 8,409 µs, ring 4,254 µs, hierarchical 6,761 µs)"
+        "(default 16,797 µs, ring 8,449 µs, hierarchical 13,472 µs)"
     )
 
 
@@ -255,8 +369,8 @@ def test_only_the_first_rank_keeps(together, monkeypatch):
     monkeypatch.setattr(measurements, "save", lambda *args: kept.append(args))
     together().all_reduce(4)
     ((layout, candidates, rows),) = kept
-    assert (layout, candidates, list(rows)) == ("test", module.CANDIDATES, [12, 16, 20, 23])
-    assert rows[23][2] == math.inf
+    assert (layout, candidates, list(rows)) == ("test", module.CANDIDATES, [12, 16, 20, 24])
+    assert rows[24][2] == math.inf
 
 
 @pytest.mark.parametrize("row", [None, [1.0], [1.0, 2.0, 3.0, "x"], [0, 0, 0, 0]])
