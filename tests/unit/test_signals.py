@@ -108,14 +108,20 @@ def test_no_wake_up_is_lost(nobody_looks_again):
     arena = Arena(4096, 2)
     peer = open_peer(arena.address_for_peers)
 
-    def take_turns(mine: Counter, theirs: Counter, lead: int) -> bool:
+    def lead(mine: Counter, theirs: Counter) -> bool:
         for number in range(1, 1500):
             mine.store(number)
-            assert theirs.reaches(number - lead, math.inf, ASLEEP, never)
+            assert theirs.reaches(number, math.inf, ASLEEP, never)
         return True
 
-    one = Waiter(lambda: take_turns(Counter(arena, 64), Counter(peer, 128), 0))
-    other = Waiter(lambda: take_turns(Counter(arena, 128), Counter(peer, 64), 0))
+    def follow(mine: Counter, theirs: Counter) -> bool:
+        for number in range(1, 1500):
+            assert theirs.reaches(number, math.inf, ASLEEP, never)
+            mine.store(number)
+        return True
+
+    one = Waiter(lambda: lead(Counter(arena, 64), Counter(peer, 128)))
+    other = Waiter(lambda: follow(Counter(arena, 128), Counter(peer, 64)))
     assert (one.result(), other.result()) == (True, True)
     arena.close()
 
