@@ -47,6 +47,7 @@ class Lane:
         self.patience, self.is_abandoned, self.explain = patience, is_abandoned, explain
         self._tasks: deque[Task] = deque()
         self._failed: list[Task] = []
+        """A peer may be writing a last piece into their buffers: those are not handed out again."""
         self._driving = threading.Lock()
         self.ending = threading.Lock()
         self._thread = DaemonThreads(name, limit=1)
@@ -114,11 +115,6 @@ class Lane:
         self._thread_is_called = False  # before looking: what comes later calls again
         with self._driving:
             self._drive(math.inf)
-
-    def not_ended_well(self) -> list[Task]:
-        """Those that failed, and those that have not ended."""
-        tasks = list(self._tasks)  # first: one that fails meanwhile is then in both
-        return [*self._failed, *tasks]
 
     def stop(self) -> None:
         """Let the thread end after what it has."""

@@ -52,7 +52,6 @@ class SharedMemoryTransport:
         self._packets = Packets(arenas, me, layout, self._make_lane)
         self._links = {peer: SharedLink(self._exchange, peer) for peer in range(len(arenas)) if peer != me}
         self._adaptive = Adaptive(self._steps, self._scratch, me, layout_of(self.name, (0,) * len(arenas)), pinned)
-        self._left_behind: list[Call] = []
         self._has_given_up = False
 
     def _make_lane(self, what: str) -> Lane:
@@ -139,8 +138,6 @@ class SharedMemoryTransport:
         self._has_given_up = True
         self._ledger.close(error)
         self._exchange.give_up()
-        # A peer may be writing a last piece into these buffers: they are not handed out again.
-        self._left_behind = [task.call for lane in self._lanes() for task in lane.not_ended_well()]
         self._stop()
 
     async def close(self, deadline: float) -> None:

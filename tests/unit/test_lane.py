@@ -203,16 +203,15 @@ async def test_the_thread_hears_that_the_group_was_given_up(lanes):
     assert str(task.exception()) == "a was given up"
 
 
-@pytest.mark.parametrize("short", [True, False])
-async def test_what_did_not_end_well_is_remembered(lanes, short):
+async def test_a_call_that_failed_is_kept(lanes):
     """Peers may still write into its buffers."""
-    fine = lanes.add("fine", is_short=short)
-    broken = lanes.lane.add(Call("broken"), failing(PeerLost("gone")), short)
-    for task in (fine, broken):
-        await ended(task)
-    await until(lambda: lanes.lane.is_idle)
-    lanes.add("waiting", 1)
-    assert [task.call.kind for task in lanes.lane.not_ended_well()] == ["broken", "waiting"]
+    fine, broken = Call("fine", torch.ones(1)), Call("broken", torch.ones(1))
+    tensors = [weakref.ref(call.source) for call in (fine, broken)]
+    lanes.lane.add(fine, iter(()), True)
+    lanes.lane.add(broken, failing(PeerLost("gone")), True)
+    del fine, broken
+    gc.collect()
+    assert [tensor() is None for tensor in tensors] == [True, False]
 
 
 async def test_a_lane_is_idle_when_a_call_would_be_the_next(lanes):
