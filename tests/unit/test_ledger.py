@@ -189,3 +189,16 @@ async def test_a_rank_does_not_stay_for_those_who_are_gone(world):
 async def test_a_farewell_has_a_deadline(world):
     world.ledgers[0].post(barrier())
     await world.ledgers[0].farewell(time.monotonic())
+
+
+def test_calls_are_written_down_in_order(world):
+    """Even if one found no room, and for the next there is some."""
+    steps = {number: world.ledgers[0].posted(barrier(number), iter(())) for number in range(1, 257)}
+    for number in range(1, 100):
+        for ledger in world.ledgers[1:]:
+            ledger.post(barrier(number))
+    steps[257] = world.ledgers[0].posted(barrier(257), iter(()))
+    assert world.ledgers[1].culprit(barrier(256))[0] == 0, "the first 255 only"
+    for number, issued in ((256, 256), (257, 257)):
+        assert list(steps[number]) == []
+        assert world.ledgers[0]._own.collectives.issued == issued
