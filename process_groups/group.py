@@ -388,6 +388,8 @@ class Group:
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """The same values as bytes in a row: the tensor itself where it already is that, else a copy."""
     if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+        if tensor.numel() == 1 and tensor.dim() and tensor.stride(-1) != 1:  # torch can't view that as bytes
+            tensor = tensor.view(()).view(tensor.shape)
         return tensor.detach() if tensor.requires_grad or type(tensor) is not torch.Tensor else tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 

@@ -151,6 +151,14 @@ async def odd_shapes():
         transposed = torch.arange(8.0).reshape(2, 4).t() * mesh.rank
         await mesh.world.broadcast(transposed, root=2)
         assert torch.equal(transposed, torch.arange(8.0).reshape(2, 4).t() * 2)
+        for tensor in (torch.zeros(8)[::2][:1], torch.zeros(4, 4)[1:2, ::3][:, :1]):  # one element, but a wide step
+            tensor.fill_(mesh.rank)
+            if mesh.rank < 2:
+                await (mesh.world.send(tensor, 1) if mesh.rank == 0 else mesh.world.recv(tensor, 0))
+            await mesh.world.all_reduce(tensor, "max")
+            assert tensor.item() == 3
+            assert (await mesh.world.all_gather(tensor + mesh.rank)).flatten().tolist() == [3, 4, 5, 6]
+            await mesh.world.broadcast(tensor.zero_(), 3)
         strided = torch.zeros(8)[::2]
         if mesh.rank == 0:
             await mesh.world.send(torch.arange(8.0)[::2], 1)
