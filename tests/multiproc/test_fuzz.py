@@ -11,7 +11,6 @@ import os
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import cache
 
 import pytest
 import torch
@@ -197,13 +196,8 @@ async def fuzz(tell: Tell, backend: str, seed: int, num: int, largest: int) -> N
 
 
 def digest(tensor: torch.Tensor) -> int:
-    values = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return int.from_bytes(hashlib.blake2b(values.tobytes(), digest_size=7).digest(), "little")
-
-
-@cache
-def num_largest() -> int:
-    return 3 << 20
+    values = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).view(-1).view(torch.uint8)
+    return int.from_bytes(hashlib.blake2b(values.numpy().tobytes(), digest_size=7).digest(), "little")
 
 
 def run(backend: str, size: int, num: int, largest: int, transport: str) -> None:
