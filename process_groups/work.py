@@ -136,7 +136,7 @@ class Work:
         elif isinstance(error, PeerLost) and error.rank is None:
             self._unnamed, self._deadline = error, time.monotonic() + _NAMING
             self._look()
-        elif isinstance(error, DeadlineExceeded):  # the transport's own clock was first
+        elif isinstance(error, DeadlineExceeded) and error.action is None:  # the transport's own clock was first
             self._group._fail(self, self._group._too_late(self.call))
         else:
             assert isinstance(error, CommunicationError), error
