@@ -15,19 +15,20 @@ from typing import Any
 import pytest
 import torch
 
-from process_groups import shared_collectives
+from process_groups import exchange, shared_collectives
 from process_groups.arena import Arena, open_peer
 from process_groups.board import Page
 from process_groups.exchange import Exchange
 from process_groups.group import Group
-from process_groups.lane import Lane, Steps, Wait
+from process_groups.lane import ENDED, Lane, Steps, Wait
 from process_groups.ledger import Member
 from process_groups.reduction import PIECE, Reducer
-from process_groups.shared_collectives import FLAT, steps_of
+from process_groups.shared_collectives import FLAT, FlatAllReduce, steps_of
 from process_groups.shared_layout import NUM_PACKETS, PACKET, lay_out
 from process_groups.shared_memory import SharedMemoryTransport
 from process_groups.shared_packets import Packets
-from process_groups.signals import Abandoned
+from process_groups.signals import Abandoned, Patience
+from process_groups.strategies import measurements
 from process_groups.strategies.execute import SharedLink, all_reduce_steps
 from process_groups.strategies.programs import program_of
 from process_groups.transport import Call, Place
@@ -37,6 +38,7 @@ from tests.processes import SECONDS
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 STRATEGIES = ("ring", "tree", "hierarchical")
 SMALL, MIDDLE, LARGE = 60, 1200, 36_000  # floats: one round, two rounds, three chunks; all can be cut for 2 to 6 ranks
+COPIED = 32 << 10  # bytes: what is sent with no more than these is always copied, and without a header
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +61,7 @@ class Rank:
             mapped,
             me,
             layout,
-            lambda name: Lane(name, 0, self.exchange.is_abandoned, lambda _: GroupClosed("given up")),
+            lambda name: Lane(name, Patience(0, 0), self.exchange.is_abandoned, lambda _: GroupClosed("given up")),
         )
         self._links = {peer: SharedLink(self.exchange, peer) for peer in range(self.size) if peer != me}
 
@@ -257,8 +259,14 @@ def test_a_barrier_waits_for_the_last(ranks_of):
 # Sends and receives.
 
 
+SIZES = (
+    *(0, 1, COPIED, COPIED + 1, PACKET, PACKET + 1, PACKET + COPIED, NUM_PACKETS * PACKET),
+    3 * NUM_PACKETS * PACKET + 5,
+)
+
+
 @pytest.mark.parametrize("registered", [True, False])
-@pytest.mark.parametrize("num_bytes", [0, 1, PACKET, PACKET + 1, NUM_PACKETS * PACKET, 3 * NUM_PACKETS * PACKET + 5])
+@pytest.mark.parametrize("num_bytes", SIZES)
 def test_a_message_of_any_size(ranks_of, num_bytes, registered):
     one, other = ranks_of(2)
     values = torch.arange(num_bytes).to(torch.uint8)
@@ -283,6 +291,187 @@ def test_small_sends_end_before_their_receiver_comes(ranks_of):
     receives = Stepped(*(other.steps(Call("recv", target=target, peer=0)) for target in targets))
     in_any_order([sends[-1], receives], random.Random(1))
     assert [target[0].item() for target in targets] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "registered", "is_shown"),
+    [(COPIED, True, False), (COPIED + 4, True, True), (COPIED + 4, False, False), (3 * PACKET, True, True)],
+)
+def test_what_is_registered_and_not_small_is_read_where_it_lies(ranks_of, num_bytes, registered, is_shown):
+    one, other = ranks_of(2)
+    source = one.tensor(torch.ones(num_bytes // 4), registered)
+    packet = one.arena.tensor(one.layout.packet(1, 0), 4, torch.float32).fill_(7)
+    send = Stepped(one.steps(Call("send", source=source, peer=1)))
+    while send.go_on():
+        pass
+    assert send.has_ended is not is_shown, "it waits for its reader, or is copied and has ended"
+    assert packet.eq(7 if is_shown else 1).all()
+    source.fill_(2)
+    target = torch.zeros(num_bytes // 4)
+    in_any_order([send, Stepped(other.steps(Call("recv", target=target, peer=0)))], random.Random(1))
+    assert target.eq(2 if is_shown else 1).all()
+
+
+def test_a_shown_tensor_is_held_until_it_was_read(ranks_of):
+    one, other = ranks_of(2)
+    values = values_of(0, COPIED)
+    used = one.arena.num_bytes_used
+    send = Stepped(one.steps(Call("send", source=one.tensor(values, True), peer=1)))
+    send.go_on()
+    gc.collect()
+    assert one.arena.num_bytes_used == used + values.nbytes
+    target = torch.empty(COPIED)
+    in_any_order([send, Stepped(other.steps(Call("recv", target=target, peer=0)))], random.Random(1))
+    assert torch.equal(target, values)
+    gc.collect()
+    assert one.arena.num_bytes_used == used
+
+
+# Small calls that are carried out where they are made.
+
+
+def finish(steps: Steps) -> None:
+    """Nothing keeps it from ending."""
+    assert list(steps) == []
+
+
+def test_sends_and_receives_at_once_and_in_steps_are_the_same(ranks_of):
+    one, other = ranks_of(2)
+    choose = random.Random(3)
+    shapes = ((1,), (3,), (2, 5), (COPIED // 4,), (4, COPIED // 16))
+    for number in range(200):
+        shape, dtype = choose.choice(shapes), choose.choice((torch.float32, torch.bfloat16, torch.int64))
+        if torch.Size(shape).numel() * dtype.itemsize > COPIED:
+            continue
+        values = values_of(number, torch.Size(shape).numel(), dtype).view(shape)
+        send = Call("send", source=one.tensor(values, choose.random() < 0.5), peer=1)
+        recv = Call("recv", target=torch.zeros(shape, dtype=dtype), peer=0)
+        for rank, call in ((one, send), (other, recv)):
+            if choose.random() < 0.5:
+                assert rank.packets.at_once(call)
+            else:
+                finish(rank.steps(call))
+        assert torch.equal(recv.target, values), number
+
+
+@pytest.mark.parametrize("num_bytes", [0, COPIED + 1, PACKET, PACKET + 1])
+def test_only_what_is_small_is_sent_at_once(ranks_of, num_bytes):
+    one, other = ranks_of(2)
+    values = torch.arange(num_bytes).to(torch.uint8)
+    send = Call("send", source=values, peer=1)
+    recv = Call("recv", target=torch.zeros(num_bytes, dtype=torch.uint8), peer=0)
+    assert not one.packets.at_once(send)
+    assert not other.packets.at_once(recv)
+    finish(one.steps(send))
+    assert not other.packets.at_once(recv), "not either when it is there"
+    finish(other.steps(recv))
+    assert torch.equal(recv.target, values)
+
+
+def test_a_full_ring_of_packets_takes_nothing_at_once(ranks_of):
+    one, other = ranks_of(2)
+    sends = [Call("send", source=torch.full((3,), float(n)), peer=1) for n in range(NUM_PACKETS + 2)]
+    receives = [Call("recv", target=torch.zeros(3), peer=0) for _ in sends]
+    assert not other.packets.at_once(receives[0]), "nothing is there"
+    for lead in range(len(sends)):
+        if lead >= NUM_PACKETS:
+            assert not one.packets.at_once(sends[lead])
+            assert not one.packets.at_once(sends[lead]), "asking changes nothing"
+            assert other.packets.at_once(receives[lead - NUM_PACKETS])
+        assert one.packets.at_once(sends[lead])
+    for call in receives[2:]:
+        assert other.packets.at_once(call)
+    assert not other.packets.at_once(receives[0]), "all are read"
+    assert [call.target.tolist() for call in receives] == [[float(n)] * 3 for n in range(len(sends))]
+
+
+async def test_a_receive_does_not_overtake_one_that_waits(ranks_of):
+    one, other = ranks_of(2)
+    first, second = (Call("recv", target=torch.zeros(2), peer=0) for _ in range(2))
+    lane, steps = other.packets.lane_and_steps(first)
+    task = lane.add(first, steps, is_short=True)
+    for n in (1.0, 2.0):
+        assert one.packets.at_once(Call("send", source=torch.full((2,), n), peer=1))
+    assert not other.packets.at_once(second), "its packet is there, but not its turn"
+    assert second.target.tolist() == [0, 0]
+    assert task.ended_well(0.0)
+    assert other.packets.at_once(second)
+    assert [first.target.tolist(), second.target.tolist()] == [[1, 1], [2, 2]]
+    lane.stop()
+
+
+async def test_a_send_does_not_overtake_one_that_waits(ranks_of):
+    one, other = ranks_of(2)
+    sends = [Call("send", source=torch.full((2,), float(n)), peer=1) for n in range(NUM_PACKETS + 2)]
+    receives = [Call("recv", target=torch.zeros(2), peer=0) for _ in sends]
+    assert [one.packets.at_once(call) for call in sends[:NUM_PACKETS]] == [True] * NUM_PACKETS
+    lane, steps = one.packets.lane_and_steps(sends[-2])
+    task = lane.add(sends[-2], steps, is_short=True)
+    assert [other.packets.at_once(call) for call in receives[:2]] == [True, True]
+    assert not one.packets.at_once(sends[-1]), "there is room, but it is not its turn"
+    assert task.ended_well(0.0)
+    assert one.packets.at_once(sends[-1])
+    assert [other.packets.at_once(call) for call in receives[2:]] == [True] * NUM_PACKETS
+    assert [call.target.tolist() for call in receives] == [[float(n)] * 2 for n in range(len(sends))]
+    lane.stop()
+
+
+async def test_each_pair_and_direction_has_its_own_turn(ranks_of):
+    one, other, third = ranks_of(3)
+    waiting = Call("recv", target=torch.zeros(2), peer=1)
+    lane, steps = one.packets.lane_and_steps(waiting)
+    task = lane.add(waiting, steps, is_short=True)
+    assert one.packets.at_once(Call("send", source=torch.ones(2), peer=1))
+    assert third.packets.at_once(Call("send", source=torch.ones(2), peer=0))
+    assert one.packets.at_once(Call("recv", target=torch.zeros(2), peer=2))
+    assert other.packets.at_once(Call("send", source=torch.ones(2), peer=0))
+    assert task.ended_well(0.0)
+    lane.stop()
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "max"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_reduces_at_once_and_in_steps_have_the_same_bits(ranks_of, size, dtype, op):
+    ranks, others = ranks_of(size), ranks_of(size)
+    choose = random.Random(size)
+    for number, shape in enumerate(((1,), (SMALL,), (3, 7), (1024,)) * 5):
+        sources = [values_of(100 * number + me, torch.Size(shape).numel(), dtype).view(shape) for me in range(size)]
+        calls = [make_call(rank, "all_reduce", sources[rank.me], False, op=op) for rank in ranks]
+        order = choose.sample(range(size), size)
+        flat = {me: FlatAllReduce(ranks[me].exchange, calls[me]) for me in order[:-1]}
+        assert [flat[me].at_once() for me in order[:-1]] == [False] * (size - 1), "one is missing"
+        assert all(torch.equal(calls[me].target, sources[me]) for me in order), "nothing was touched"
+        flat[order[-1]] = FlatAllReduce(ranks[order[-1]].exchange, calls[order[-1]])
+        for me in choose.sample(order, size):
+            if choose.random() < 0.5:
+                assert flat[me].at_once()
+            else:
+                finish(flat[me].steps())
+        stepped = [make_call(rank, "all_reduce", sources[rank.me], False, op=op) for rank in others]
+        in_any_order([Stepped(rank.steps(call)) for rank, call in zip(others, stepped, strict=True)], choose)
+        for one, other in zip(calls, stepped, strict=True):
+            assert torch.equal(one.target, other.target), (number, shape)
+            assert torch.equal(one.target, calls[0].target), (number, shape)
+
+
+def test_a_rank_does_not_stage_its_own_part(ranks_of):
+    """Nobody else reads it before it is reduced."""
+    ranks = ranks_of(3)
+    numel = (64 << 10) // 4  # one chunk
+    sources = [values_of(me, numel) for me in range(3)]
+    calls = [make_call(rank, "all_reduce", sources[rank.me], False, op="sum") for rank in ranks]
+    slots = [rank.arena.tensor(rank.layout.slot(2), numel, torch.float32).fill_(float("nan")) for rank in ranks]
+    stepped = [Stepped(rank.steps(call)) for rank, call in zip(ranks, calls, strict=True)]
+    for me in (0, 1, 2, 0):  # all arrive with nothing to show; the third goes on, then the first; the second is missing
+        stepped[me].go_on()
+    for me in (0, 2):
+        slot, a, b = slots[me], numel * me // 3, numel * (me + 1) // 3
+        assert slot[a:b].isnan().all()
+        assert torch.equal(slot[:a], sources[me][:a])
+        assert torch.equal(slot[b:], sources[me][b:])
+    in_any_order(stepped, random.Random(1))
+    assert all(torch.equal(call.target, expected("all_reduce", sources, 0)) for call in calls)
 
 
 def test_both_ways_between_many(ranks_of):
@@ -379,9 +568,46 @@ def test_views_of_known_shapes_are_kept_in_bounds(ranks_of):
     (rank, _) = ranks_of(2)
     for numel in range(1, 2000):
         rank.exchange.slots(0, numel, torch.float32)
-        rank.exchange.remembered((numel,), list)
-    assert len(rank.exchange._views) <= 512
-    assert len(rank.exchange._piece_views) <= 512
+    assert 0 < len(rank.exchange._views) <= 512
+
+
+def num_views(rank: Rank) -> int:
+    return sum(len(views) for pieces in rank.exchange._piece_views.values() for views in pieces)
+
+
+@pytest.mark.parametrize("num_pieces", [1, 3, 100])
+def test_views_of_pieces_are_kept_in_bounds(ranks_of, monkeypatch, num_pieces):
+    """It is their number that counts, however many calls they belong to."""
+    monkeypatch.setattr(exchange, "_MOST_PIECES", 1000)
+    (rank, _) = ranks_of(2)
+    one = torch.empty(1)
+    most = 0
+    for number in range(2500 // num_pieces):
+        made = [[one, one] for _ in range(num_pieces)]
+        assert rank.exchange.remembered((number,), lambda made=made: made) is made
+        most = max(most, num_views(rank))
+    assert most == 1000 // (2 * num_pieces) * 2 * num_pieces, "as many as fit, no more"
+
+
+def test_pieces_of_the_same_call_are_not_made_again(ranks_of):
+    (rank, _) = ranks_of(2)
+    made = [[torch.empty(1)] * 2]
+    assert rank.exchange.remembered(("a", 1), lambda: made) is made
+    assert rank.exchange.remembered(("a", 1), list) is made
+    assert rank.exchange.remembered(("a", 2), list) == []
+
+
+def test_a_call_of_many_pieces_is_kept_alone(ranks_of, monkeypatch):
+    monkeypatch.setattr(exchange, "_MOST_PIECES", 10)
+    (rank, _) = ranks_of(2)
+    few, many = [[torch.empty(1)] * 2], [[torch.empty(1)] * 2 for _ in range(50)]
+    rank.exchange.remembered(("few",), lambda: few)
+    rank.exchange.remembered(("many",), lambda: many)
+    assert rank.exchange._piece_views == {("many",): many}
+    rank.exchange.remembered(("few",), lambda: few)
+    assert rank.exchange._piece_views == {("few",): few}
+    rank.exchange.remembered(("few again",), lambda: few)
+    assert num_views(rank) == 4, "the many are not counted any more"
 
 
 # Whole transports: a loop and a thread for each rank.
@@ -410,9 +636,12 @@ class Threads:
         self.exchanges: dict[int, Exchange] = {}
         self.ready = threading.Barrier(size, timeout=SECONDS)
 
-    def _group(self, me: int) -> Group:
+    def transport(self, me: int) -> SharedMemoryTransport:
         mapped = [a if peer == me else open_peer(a.address_for_peers) for peer, a in enumerate(self.arenas)]
-        transport = SharedMemoryTransport("world", self._members, mapped, me, lay_out([self.size])[0], self.size)
+        return SharedMemoryTransport("world", self._members, mapped, me, lay_out([self.size])[0], self.size)
+
+    def _group(self, me: int) -> Group:
+        transport = self.transport(me)
         self.exchanges[me] = transport._exchange
         return Group(
             "world",
@@ -446,7 +675,10 @@ class Threads:
         threads = [threading.Thread(target=live, args=(me,), daemon=True) for me in range(self.size)]
         for thread in threads:
             thread.start()
-        return [outcome.result(SECONDS) for outcome in outcomes]
+        results = [outcome.result(SECONDS) for outcome in outcomes]
+        for thread in threads:
+            thread.join(SECONDS)
+        return results
 
 
 @pytest.fixture
@@ -483,6 +715,82 @@ def test_groups_of_threads(threads_of):
     results = threads_of(3).run(main)
     sums = [part for numel in (1, 6, 50_000, 300_000) for part in ([6.0], [numel, numel + 1, numel + 2])]
     assert results == [[sums, [3.0] * 20, value] for value in (0, 1, 0)]
+
+
+class Pair:
+    """Two ranks' transports in one loop, and calls that are numbered as a group would."""
+
+    def __init__(self, threads: Threads) -> None:
+        self.transports = [threads.transport(me) for me in range(2)]
+        self._numbers = [0, 0]
+
+    def all_reduce(self, me: int, tensor: torch.Tensor, strategy: str = "default"):
+        self._numbers[me] += 1
+        terms = f"all_reduce of {tuple(tensor.shape)}"
+        call = Call("all_reduce", tensor, tensor, "sum", number=self._numbers[me], terms=terms, strategy=strategy)
+        return self.transports[me].start(call)
+
+
+@pytest.fixture
+def pair(threads_of) -> Iterator[Pair]:
+    made = Pair(threads_of(2))
+    yield made
+    for transport in made.transports:
+        transport.abort(GroupClosed("the test is over"))
+
+
+async def until_ended(*tasks: Any) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not all(task.has_ended() for task in tasks):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert all(task.ended_well(0.0) for task in tasks), [task.exception() for task in tasks]
+
+
+async def test_who_comes_last_is_done_at_once(pair):
+    for number in range(300):  # more than the board has slots
+        tensors = [torch.full((5,), me + 1.0) for me in range(2)]
+        first = pair.all_reduce(number % 2, tensors[number % 2])
+        assert not first.has_ended()
+        last = pair.all_reduce(1 - number % 2, tensors[1 - number % 2])
+        assert last is ENDED
+        assert first.ended_well(0.0)
+        assert [tensor.tolist() for tensor in tensors] == [[3.0] * 5] * 2
+
+
+async def test_a_small_call_does_not_overtake_a_large_one(pair):
+    large, small = ([torch.full((numel,), me + 1.0) for me in range(2)] for numel in (100_000, 3))
+    tasks = [pair.all_reduce(0, large[0]), pair.all_reduce(0, small[0]), pair.all_reduce(0, small[0])]
+    assert not any(task.has_ended() for task in tasks)
+    tasks += [pair.all_reduce(1, large[1]), pair.all_reduce(1, small[1]), pair.all_reduce(1, small[1])]
+    await until_ended(*tasks)
+    assert all(tensor.eq(3).all() for tensor in large)
+    assert all(tensor.eq(6).all() for tensor in small)
+
+
+async def test_an_all_reduce_of_nothing_needs_nobody(pair):
+    task = pair.all_reduce(0, torch.empty(0))
+    assert task is not ENDED
+    assert task.ended_well(0.0)
+    assert pair.transports[1]._exchange.next_round == 1
+
+
+async def test_adaptive_calls_that_are_default_are_done_at_once(pair, monkeypatch):
+    monkeypatch.setattr(measurements, "load", lambda *_: {12: [1e-9, 1.0, 1.0, 1.0]})
+    tensors = [torch.ones(5) for _ in range(2)]
+    await until_ended(*(pair.all_reduce(me, tensors[me], "adaptive") for me in range(2)))  # finds its rows
+    async with asyncio.timeout(SECONDS):
+        while any(transport._collectives._thread._num_unfinished for transport in pair.transports):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    at_once = []
+    for number in range(2, 130):
+        first, last = (pair.all_reduce(me, tensors[me].fill_(1), "adaptive") for me in (number % 2, 1 - number % 2))
+        for _ in range(20):  # in turns, without their threads
+            if first.ended_well(0.0) & last.ended_well(0.0):
+                break
+        assert [tensor.tolist() for tensor in tensors] == [[2.0] * 5] * 2
+        if last is ENDED:
+            at_once.append(number)
+    assert at_once == [*range(2, 57), *range(65, 121), 129]
 
 
 def test_how_default_explains_itself(threads_of):
