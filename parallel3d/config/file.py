@@ -186,7 +186,7 @@ class _TreeBuilder:
             if not isinstance(key, str):
                 if key is not _REFUSED:
                     self.refuse(place, here, "a key must be text.", "Put it in quotes.")
-            elif key == "<<":
+            elif key == "<<" and getattr(event, "implicit", (True,))[0]:  # in quotes it is text like any other
                 self.refuse(place, here, "merge keys are not read.", "Write the keys out.")
             elif key in seen:
                 self.refuse(place, here, f"given twice, first at {seen[key]}.", "Remove one of the two.")

@@ -100,6 +100,15 @@ def test_a_byte_order_mark_is_no_problem(here):
     assert load_config("run.yaml", environ={}).train.steps == 7
 
 
+@pytest.mark.parametrize("key", ["'<<'", '"<<"', "!!str <<"])
+def test_a_merge_key_in_quotes_is_text(here, key):
+    (here / "run.yaml").write_text(f"model: {{factory: 'os:walk', args: {{{key}: {{a: 1}}}}}}")
+    config = load_config("run.yaml", environ={})
+    assert config.model.args == {"<<": {"a": 1}}
+    (here / "again.yaml").write_text(config.to_yaml())
+    assert load_config("again.yaml", environ={}) == config
+
+
 def test_a_refused_value_is_complained_about_once(refused):
     assert refused("parallel: {dp: !x 2, order: [[0, 0, !y 0]]}", world_size=2).count("run.yaml") == 2
 
