@@ -205,7 +205,9 @@ def test_a_peer_sees_what_is_written_and_writes_itself(arena):
 
 def test_tensors_elsewhere_have_no_place(arena):
     assert arena.offset_of(torch.ones(1000)) is None
-    assert arena.offset_of(floats(Arena(0, 2), 3)) is None
+    other = Arena(0, 2)
+    assert arena.offset_of(floats(other, 3)) is None
+    other.close()
 
 
 def test_another_file_is_no_arena(arena, tmp_path):

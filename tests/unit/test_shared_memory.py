@@ -690,6 +690,8 @@ def threads_of() -> Iterator[Callable[[int], Threads]]:
         return made[-1]
 
     yield threads_of
+    for thread in [thread for thread in threading.enumerate() if thread.name.startswith("parallel3d-world-")]:
+        thread.join(SECONDS)
     for threads in made:
         for arena in threads.arenas:
             arena.close()
