@@ -202,9 +202,24 @@ _LIMITS = {"file size (ulimit -f)": resource.RLIMIT_FSIZE, "addresses (ulimit -v
 
 
 def _explain(error: OSError | ValueError, size: int) -> str:
-    need = f"{size / (1 << 30):.1f} GiB of addresses are needed"
-    for name, number in _LIMITS.items():
-        soft = resource.getrlimit(number)[0]
-        if soft != resource.RLIM_INFINITY:
-            return f"{need}, but this process may have {soft / (1 << 30):.3g} GiB of {name}. Raise that limit."
-    return f"{need}, and the system says: {error}."
+    for name in _LIMITS:
+        if (limited := _limited(name, size)) is not None:
+            return limited
+    return f"{size / (1 << 30):.1f} GiB of addresses are needed, and the system says: {error}."
+
+
+def why_not_mapped(num_ranks_here: int, num_ranks: int) -> str | None:
+    """Why this process can't map the arenas of all ranks on its host, if that is a limit of its own."""
+    need = num_ranks_here * _virtual_size(num_ranks)
+    name = "addresses (ulimit -v)"
+    return _limited(name, need) if 0 <= resource.getrlimit(_LIMITS[name])[0] < need else None
+
+
+def _limited(name: str, need: int) -> str | None:
+    soft = resource.getrlimit(_LIMITS[name])[0]
+    if soft == resource.RLIM_INFINITY:
+        return None
+    return (
+        f"{need / (1 << 30):.1f} GiB of addresses are needed, but this process may have {soft / (1 << 30):.3g} GiB of "
+        f"{name}. Raise that limit."
+    )

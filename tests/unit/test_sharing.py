@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import warnings
 from typing import Any
 
@@ -66,6 +67,19 @@ def test_ranks_that_cannot_map_each_other():
         "process 101. Start them as one user in one container (or with a shared pid namespace: --pid=host); if they "
         "are on different hosts that have one name, give each its own PARALLEL3D_HOST."
     }
+
+
+def test_ranks_that_have_too_few_addresses_to_map_each_other(monkeypatch):
+    gib = 1 << 30
+    monkeypatch.setattr(arenas, "_virtual_size", lambda num_ranks: 24 * gib)
+    limits = {resource.RLIMIT_AS: (40 * gib, -1), resource.RLIMIT_FSIZE: (gib, -1)}
+    monkeypatch.setattr(resource, "getrlimit", limits.get)
+    assert told([greeting(0), greeting(1)], all_but(2, (0, 1))) == {
+        0: "ranks 0, 1 on here use gloo, which is slower than shared memory: 48.0 GiB of addresses are needed, but this "
+        "process may have 40 GiB of addresses (ulimit -v). Raise that limit."
+    }
+    limits[resource.RLIMIT_AS] = (50 * gib, -1)
+    assert "Start them as one user in one container" in told([greeting(0), greeting(1)], all_but(2, (0, 1)))[0]
 
 
 def test_many_ranks_are_not_all_listed():
