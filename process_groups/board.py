@@ -192,7 +192,11 @@ class Segment:
     def create(cls, group_sizes: Sequence[int]) -> Segment:
         fd = os.memfd_create("parallel3d-board", os.MFD_CLOEXEC)
         nonce = secrets.token_bytes(_NONCE)
-        os.ftruncate(fd, _HEADER + sum(map(Page.size, group_sizes)))
+        try:
+            os.ftruncate(fd, _HEADER + sum(map(Page.size, group_sizes)))
+        except OSError:
+            os.close(fd)
+            raise
         os.pwrite(fd, nonce, 0)
         return cls(fd, f"{os.getpid()}/{fd}/{nonce.hex()}", group_sizes)
 

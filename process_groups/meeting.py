@@ -34,7 +34,7 @@ from process_groups.topology import Topology
 from process_groups.torch_transport import TorchTransport, translate
 from process_groups.transport import Place, Transport
 from runtime.environment import InheritedFile, RankEnvironment
-from runtime.errors import CommunicationError, DeadlineExceeded, Mismatch, PeerLost
+from runtime.errors import CommunicationError, DeadlineExceeded, LaunchError, Mismatch, PeerLost
 from runtime.threads import DaemonThreads
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05  # seconds between looks: a wait of the store's would notice no death
@@ -79,7 +79,7 @@ class Meeting:
         store = open_store(self._environment, self._plan.startup_timeout)
         store = dist.PrefixStore(f"attempt{self._environment.attempt}/mesh{self._number}", store)
         store.set_timeout(timedelta(seconds=self._plan.startup_timeout))
-        own = Segment.create(self._group_sizes)
+        own = self._make_segment()
         self._segments = [own if rank == self._rank else None for rank in range(self._size)]
         problem = self._make_arena()
         greetings = self._meet(store, own, problem)
@@ -100,6 +100,15 @@ class Meeting:
         segments = tuple(filter(None, self._segments))
         own.beat()  # from now on the store is not needed
         return Formation(self._rank, topology, hosts, groups, own, segments, pulses, self._arena, self._issuing, store)
+
+    def _make_segment(self) -> Segment:
+        try:
+            return Segment.create(self._group_sizes)
+        except OSError as error:
+            raise LaunchError(
+                f"start-up: rank {self._rank} can't make the shared memory in which ranks compare their calls: {error}"
+                ". Raise its limits, of file size (ulimit -f) above all."
+            ) from error
 
     def _left(self) -> float:
         return max(0.001, self._deadline - time.monotonic())

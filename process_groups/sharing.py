@@ -26,10 +26,14 @@ def warn_if_not_shared(rank: int, greetings: Sequence[dict[str, Any]], shares: S
         return
     a, b = apart[0]
     problem = greetings[a]["arena_problem"] or greetings[b]["arena_problem"]
-    why = problem or why_not_mapped(len(here), len(greetings)) or (
-        f"rank {a} can't map the memory of rank {b}, process {greetings[b]['segment'].split('/')[0]}. Start them "
-        "as one user in one container (or with a shared pid namespace: --pid=host); if they are on different hosts "
-        "that have one name, give each its own PARALLEL3D_HOST"
+    why = (
+        problem
+        or why_not_mapped(len(here), len(greetings))
+        or (
+            f"rank {a} can't map the memory of rank {b}, process {greetings[b]['segment'].split('/')[0]}. Start them "
+            "as one user in one container (or with a shared pid namespace: --pid=host); if they are on different hosts "
+            "that have one name, give each its own PARALLEL3D_HOST"
+        )
     )
     names = ", ".join(map(str, here[:8])) + (", …" if len(here) > 8 else "")
     warnings.warn(

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import parallel3d
+from parallel3d import LaunchError
 from process_groups import arena as arenas
 from process_groups import sharing
 from process_groups.arena import Arena, ArenaUnavailable
@@ -242,6 +243,23 @@ def test_ranks_that_cannot_share_memory_are_told_once_and_use_gloo(which, limite
     assert text.startswith("ranks 0, 1, 2 on ")
     assert text.endswith(
         f" use gloo, which is slower than shared memory: {NEED}, but this process may have {what}. Raise that limit."
+    )
+
+
+async def form_within(tell: Tell, number: int, limit: int) -> None:
+    resource.setrlimit(number, (limit, resource.getrlimit(number)[1]))
+    async with parallel3d.mesh(dp=2):
+        tell("formed")
+
+
+def test_a_rank_that_can_make_no_memory_at_all_says_what_would_help():
+    with Ranks(form_within, torch_variables(2)[:1], (resource.RLIMIT_FSIZE, MIB)) as ranks:
+        with pytest.raises(LaunchError) as caught:
+            ranks[0].hear()
+        assert ranks[0].finish() == 1
+    assert str(caught.value) == (
+        "start-up: rank 0 can't make the shared memory in which ranks compare their calls: [Errno 27] File too large. "
+        "Raise its limits, of file size (ulimit -f) above all."
     )
 
 

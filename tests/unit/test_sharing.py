@@ -75,8 +75,8 @@ def test_ranks_that_have_too_few_addresses_to_map_each_other(monkeypatch):
     limits = {resource.RLIMIT_AS: (40 * gib, -1), resource.RLIMIT_FSIZE: (gib, -1)}
     monkeypatch.setattr(resource, "getrlimit", limits.get)
     assert told([greeting(0), greeting(1)], all_but(2, (0, 1))) == {
-        0: "ranks 0, 1 on here use gloo, which is slower than shared memory: 48.0 GiB of addresses are needed, but this "
-        "process may have 40 GiB of addresses (ulimit -v). Raise that limit."
+        0: "ranks 0, 1 on here use gloo, which is slower than shared memory: 48.0 GiB of addresses are needed, but "
+        "this process may have 40 GiB of addresses (ulimit -v). Raise that limit."
     }
     limits[resource.RLIMIT_AS] = (50 * gib, -1)
     assert "Start them as one user in one container" in told([greeting(0), greeting(1)], all_but(2, (0, 1)))[0]
