@@ -97,9 +97,10 @@ class Exchange:
             ]
         return views[round_number % NUM_SLOTS]
 
-    def show(self, tensor: torch.Tensor) -> None:
-        """Tell the peers where this rank's tensor of the next round lies, if it is registered."""
-        offset, word = self.own.offset_of(tensor), self._offers[self.next_round % 2][self.me]
+    def show(self, tensor: torch.Tensor | None) -> None:
+        """Tell the peers where this rank's tensor of the next round lies, if it has one and that is registered."""
+        offset = None if tensor is None else self.own.offset_of(tensor)
+        word = self._offers[self.next_round % 2][self.me]
         assert word is not None
         word[0] = 0 if offset is None else offset + 1
 

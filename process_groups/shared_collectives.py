@@ -166,7 +166,7 @@ Take = Callable[[Sequence[torch.Tensor], int, int], None]
 def _exposing(exchange: Exchange, call: Call) -> Steps:
     source, take = _roles(exchange, call)
     if source.nbytes > FLAT:
-        exchange.show(source)
+        exchange.show(source if _may_be_read_meanwhile(exchange, call) else None)
         round_number = exchange.arrive()
         yield from exchange.everybody(round_number)
         shown = range(exchange.size) if call.peer is None else (call.peer,)
@@ -185,6 +185,21 @@ def _exposing(exchange: Exchange, call: Call) -> Steps:
             slots[exchange.me].view(rows, -1).copy_(source[:, a:b])
         yield from exchange.everybody(exchange.arrive())
         take([slot.view(rows, -1) for slot in slots], a, b)
+
+
+def _may_be_read_meanwhile(exchange: Exchange, call: Call) -> bool:
+    """Whether this rank writes nothing that peers may still have to read: `out` may be a part of the source, or it of
+    `out`."""
+    source, target, me = call.source, call.target, exchange.me
+    assert source is not None
+    assert target is not None
+    begin, target_begin = source.data_ptr(), target.data_ptr()
+    if call.kind == "broadcast" or begin + source.nbytes <= target_begin or target_begin + target.nbytes <= begin:
+        return True
+    # In its own place, a value is only written over itself, or read by this rank alone.
+    return (call.kind == "all_gather" and begin == target_begin + me * source.nbytes) or (
+        call.kind == "reduce_scatter" and target_begin == begin + me * target.nbytes
+    )
 
 
 def _in_place(exchange: Exchange, like: torch.Tensor, offsets: dict[int, int | None]) -> list[torch.Tensor]:

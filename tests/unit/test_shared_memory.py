@@ -243,6 +243,25 @@ def test_calls_in_a_row_do_not_mix(ranks_of, seed):
             assert torch.equal(call.target, expected(call.kind, sources, me, root=number % size)), (number, call.kind)
 
 
+@pytest.mark.parametrize("registered", [True, False])
+@pytest.mark.parametrize("place", ["own", "first", "last"])
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_to_all"])
+def test_source_and_result_may_share_memory(ranks_of, kind, place, registered):
+    size, numel = 3, LARGE
+    for seed in range(5):
+        ranks = ranks_of(size)
+        sources = [values_of(me, numel if kind != "all_gather" else numel // size) for me in range(size)]
+        calls = []
+        for rank, source in zip(ranks, sources, strict=True):
+            whole = rank.tensor(torch.zeros(numel), registered)
+            part = whole.chunk(size)[{"own": rank.me, "first": 0, "last": size - 1}[place]]
+            mine, out = {"all_gather": (part, whole), "reduce_scatter": (whole, part)}.get(kind, (whole, whole))
+            calls.append(Call(kind, mine.copy_(source), out, "sum" if kind == "reduce_scatter" else None))
+        in_any_order([Stepped(rank.steps(call)) for rank, call in zip(ranks, calls, strict=True)], random.Random(seed))
+        for me, call in enumerate(calls):
+            assert torch.equal(call.target, expected(kind, sources, me)), (seed, me)
+
+
 def test_a_barrier_waits_for_the_last(ranks_of):
     ranks = ranks_of(3)
     stepped = [Stepped(rank.steps(Call("barrier"))) for rank in ranks]
