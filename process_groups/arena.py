@@ -17,6 +17,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -93,6 +94,7 @@ class Arena(Mapping):
         """Free ranges (start, stop) in order."""
         self._returned: deque[tuple[int, int]] = deque()
         """Ranges that are not in use any more, and not among the free ones yet."""
+        self._blocks: dict[int, weakref.ref[memoryview]] = {}
         self.num_bytes_used = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
@@ -108,8 +110,9 @@ class Arena(Mapping):
             return None
         block = self.memory[start : start + size]
         tensor = torch.frombuffer(block, dtype=dtype, count=prod(shape)).view(tuple(shape))
-        # The tensor's storage holds the block, and every view holds the storage.
-        weakref.finalize(block, self._release, start, size).atexit = False
+        # The tensor's storage holds the block, and every view holds the storage. (weakref.finalize would do the same,
+        # but it also runs when the process ends, where a signal makes it print.)
+        self._blocks[start] = weakref.ref(block, partial(_let_go, weakref.ref(self), start, size))
         return tensor
 
     def _allocate(self, size: int) -> int | None:
@@ -128,6 +131,7 @@ class Arena(Mapping):
             return
         if size >= _GIVE_BACK:
             _libc.madvise(self.address + start, size, mmap.MADV_REMOVE)
+        del self._blocks[start]
         self._returned.append((start, start + size))
         self._take_back()
 
@@ -147,6 +151,11 @@ class Arena(Mapping):
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def _let_go(arena: weakref.ref[Arena], start: int, size: int, _: object) -> None:
+    if (owner := arena()) is not None:
+        owner._release(start, size)
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

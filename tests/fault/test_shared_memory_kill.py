@@ -42,7 +42,8 @@ POINTS: dict[str, tuple[str, Point]] = {
     "after its slice and before the last round": ("registered", (Exchange, "arrive", 2)),
     "in the first chunk of a staged call": ("staged", (Reducer, "__call__", 1)),
     "in the middle of a staged call": ("staged", (Exchange, "arrive", 5)),
-    "in a small call": ("small", (Exchange, "everybody", 1)),
+    "in a small call, before it arrives": ("small", (Exchange, "arrive", 1)),
+    "in a small call, after it has arrived": ("small", (Exchange, "has_everybody", 1)),
     "while others read its source": ("all_gather", (Exchange, "everybody", 2)),
     "before it says that a range is ready (ring)": ("ring", (SharedLink, "send", 2)),
     "while it waits for a range (ring)": ("ring", (SharedLink, "receive", 3)),
@@ -51,7 +52,7 @@ POINTS: dict[str, tuple[str, Point]] = {
     "after a strategy and before the last round": ("tree", (Exchange, "arrive", 1)),
     "while it receives a registered tensor": ("to the victim", (Counter, "store", 1)),
     "before it sends": ("from the victim", (Outbox, "send", 1)),
-    "in the middle of what it sends": ("staged from the victim", (Outbox, "_post", 7)),
+    "in the middle of what it sends": ("staged from the victim", (Outbox, "_write_header", 7)),
     "in the middle of what it receives": ("staged to the victim", (Inbox, "_packet", 7)),
 }
 
