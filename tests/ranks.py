@@ -9,13 +9,16 @@ import atexit
 import ctypes
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Self
 
 from tests.processes import SECONDS
@@ -26,15 +29,19 @@ _context.set_forkserver_preload(["__main__", "torch", "parallel3d.rank_mesh", "r
 
 NETWORK = "PARALLEL3D_TEST_NETWORK"  # the file of the network namespace a rank lives in
 _CLONE_NEWNET = 0x40000000
+_random = random.SystemRandom()  # tests begin with the same seed
 
 Tell = Callable[[object], None]
 Main = Callable[..., Coroutine[Any, Any, None]]
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """Below those that the system gives to whoever asks for any, so that nobody gets it by chance meanwhile."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("127.0.0.1", _random.randrange(lowest // 2, lowest)))
+            return int(sock.getsockname()[1])
 
 
 def torch_variables(world_size: int, **more: str) -> list[dict[str, str]]:
