@@ -40,14 +40,19 @@ def address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 @pytest.fixture
-def mesh_of_four(tmp_path):
+def backend() -> str:
+    return "auto"
+
+
+@pytest.fixture
+def mesh_of_four(tmp_path, backend):
     script = write_script(
         tmp_path,
         """
         import asyncio, os, parallel3d, torch
 
         async def main():
-            async with parallel3d.mesh(dp=2, tp=2) as mesh:
+            async with parallel3d.mesh(dp=2, tp=2, backend=os.environ["BACKEND"]) as mesh:
                 await mesh.world.all_reduce(torch.ones(1000))
                 print("inside", flush=True)
                 await asyncio.to_thread(lambda: os.read(os.open(os.environ["FIFO"], os.O_RDONLY), 1))
@@ -58,7 +63,7 @@ def mesh_of_four(tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     before = set(os.listdir("/dev/shm"))
-    with Launched("-n", "4", script, preload=None, FIFO=str(fifo), TMPDIR=str(tmp_path)) as launched:
+    with Launched("-n", "4", script, preload=None, FIFO=str(fifo), BACKEND=backend, TMPDIR=str(tmp_path)) as launched:
         for rank in range(4):
             launched.stdout.wait_for(rf"^\[{rank}\] inside$")
         yield launched
@@ -69,7 +74,12 @@ def mesh_of_four(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["fifo", "script.py"]
 
 
-def test_only_gloo_listens_and_only_on_loopback(mesh_of_four):
+def test_nobody_listens_where_memory_is_shared(mesh_of_four):
+    assert [listeners(pid) for pid in mesh_of_four.left_behind()] == [[]] * 6
+
+
+@pytest.mark.parametrize("backend", ["gloo"])
+def test_only_gloo_listens_and_only_on_loopback(mesh_of_four, backend):
     ranks = children(mesh_of_four.server_pid)
     assert len(ranks) == 4
     found = {pid: listeners(pid) for pid in mesh_of_four.left_behind()}
