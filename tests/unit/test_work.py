@@ -1,12 +1,13 @@
-"""A call that ends on the spot."""
+"""A call that ends on the spot, and one that fails."""
 
 import asyncio
 import time
 
+import pytest
 import torch
 
 from process_groups.group import Group
-from runtime.errors import Coords
+from runtime.errors import Coords, DeadlineExceeded, GroupClosed
 
 
 class InstantTransport:
@@ -26,16 +27,56 @@ class InstantTransport:
         pass
 
 
-async def test_calls_in_a_row_let_other_tasks_run():
-    group = Group(
+class FailingTransport(InstantTransport):
+    """Every call has failed."""
+
+    def __init__(self, error):
+        self._error = error
+
+    def ended_well(self, seconds):
+        return False
+
+    def exception(self):
+        return self._error
+
+    def add_done_callback(self, callback):
+        callback(self)
+
+    def culprit(self, call):
+        return None
+
+    def abort(self, error):
+        pass
+
+
+def group_over(transport):
+    return Group(
         "world",
         (0, 1),
         0,
-        InstantTransport(),
+        transport,
         coords_of=lambda rank: Coords(rank, 0, 0),
         timeout=30.0,
         device=torch.device("cpu"),
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (DeadlineExceeded("too late by its own clock"), "barrier on group world did not end within 30 s, though every"),
+        (DeadlineExceeded("a peer waited 0.5 s", rank=1, action="barrier"), "a peer waited 0.5 s"),
+        (GroupClosed("a peer cancelled it", rank=1, action="barrier"), "a peer cancelled it"),
+    ],
+)
+async def test_what_a_peer_tells_is_passed_on(error, text):
+    with pytest.raises(type(error)) as caught:
+        await group_over(FailingTransport(error)).barrier()
+    assert str(caught.value).startswith(text)
+
+
+async def test_calls_in_a_row_let_other_tasks_run():
+    group = group_over(InstantTransport())
     turns = 0
 
     async def count_turns():
