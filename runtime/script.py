@@ -7,6 +7,7 @@ import importlib.machinery
 import importlib.util
 import io
 import os
+import signal
 import sys
 import time
 import traceback
@@ -51,7 +52,10 @@ def run_target(target: Target, before: Callable[[], None], control: RankControl 
         _without_traceback(before)
         program = _load_module(target.name) if target.is_module else _load_script(target.name)
         sys.argv[0] = program.file if target.is_module else target.name
-        exec(program.code, _fresh_main(program).__dict__)
+        try:
+            exec(program.code, _fresh_main(program).__dict__)
+        finally:  # the work is done: a Ctrl-C that comes now could only make the interpreter's own end noisy
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
     except SystemExit:
         raise
     except KeyboardInterrupt as error:
