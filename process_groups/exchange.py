@@ -29,6 +29,9 @@ class Exchange:
         self._progress = Counter(own, layout.progress)
         peers = [arena for peer, arena in enumerate(arenas) if arena is not None and peer != me]
         self._progress_of = [Counter(arena, layout.progress) for arena in peers]
+        first = arenas[0]
+        self.result = Counter(first, layout.result) if first is not None else None
+        """The rounds whose result the first rank has put into its slot; None where that is on another host."""
         self._abort = _word(own, layout.abort)
         self._aborts = [_word(arena, layout.abort) for arena in peers]
         self._is_given_up = False
@@ -71,8 +74,9 @@ class Exchange:
         """Let nobody write into this rank's buffers any more, and wake whoever waits, here or there."""
         self._is_given_up = True
         self._abort[0] = 1
-        for counter in (self._progress, *self._progress_of):
-            counter.wake()
+        for counter in (self._progress, *self._progress_of, self.result):
+            if counter is not None:
+                counter.wake()
 
     def is_abandoned(self) -> bool:
         return self._is_given_up or any(abort[0] for abort in self._aborts)

@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 
 from monitoring.collectives import CollectiveRecorder
 from process_groups.lane import ENDED
-from process_groups.repeated import RepeatedAllReduce
+from process_groups.repeated import Repeated
 from process_groups.shared_collectives import FLAT
 from process_groups.shared_memory import SharedMemoryTransport
 from process_groups.transport import POINT_TO_POINT, REDUCE_OPS, Call, Explanation, Transport, describe_terms
@@ -65,7 +65,7 @@ class Group:
         self._under_way: set[Work] = set()
         self._loop_had_its_turn = 0.0
         self._numbers: dict[tuple[str, int | None] | None, int] = {}
-        self._repeated: dict[int, RepeatedAllReduce | None] = {}
+        self._repeated: dict[tuple[str, int | None, int], Repeated | None] = {}
         self._closed: CommunicationError | None = None
 
     def __repr__(self) -> str:
@@ -95,31 +95,16 @@ class Group:
         `strategy` is `default` (the transport's own), `ring`, `tree`, `hierarchical` or `adaptive`; left out, it is
         the mesh's (`comm.strategy`). Only `default` adds up in the same order on every mesh.
         """
-        repeated = self._repeated.get(id(tensor))
-        if repeated is not None and timeout is None and repeated.is_for(tensor, op, strategy):
-            again = repeated.start(tensor) if self._closed is None else None
-            if again is not None:
-                return again
+        again = None if timeout is not None else self._again("all_reduce", tensor, None, op, strategy)
+        if again is not None:
+            return again
         self._check_reduction("all_reduce", tensor, op)
         wanted = self.strategy if strategy is None else strategy
         if wanted not in STRATEGIES:
             raise InvalidCall(f"all_reduce: strategy {wanted!r} is not one of {', '.join(STRATEGIES)}.")
         work = self._start("all_reduce", tensor, tensor, tensor, op=op, timeout=timeout, strategy=wanted)
-        if isinstance(self._transport, SharedMemoryTransport) and wanted == "default":
-            self._remember(tensor, strategy, work.call, self._transport)
+        self._remember(tensor, strategy, work.call)
         return work
-
-    def _remember(
-        self, tensor: torch.Tensor, strategy: str | None, call: Call, transport: SharedMemoryTransport
-    ) -> None:
-        """The next call on this tensor shall be quicker, if it is small and a whole tensor of its own."""
-        if not 0 < tensor.nbytes <= FLAT or call.target is None or call.target.data_ptr() != tensor.data_ptr():
-            return
-        if len(self._repeated) >= _MOST_REPEATED:
-            self._repeated.clear()
-        seen_before = id(tensor) in self._repeated  # a tensor that is used once is not worth the trouble
-        made = RepeatedAllReduce(self, transport, tensor, strategy, call) if seen_before else None
-        self._repeated[id(tensor)] = made
 
     def reduce_scatter(
         self,
@@ -162,15 +147,25 @@ class Group:
 
     def send(self, tensor: torch.Tensor, dst: int, timeout: float | None = None) -> Work:
         """To group rank `dst`, which must `recv`. Sends to one rank arrive in the order of the calls."""
+        again = None if timeout is not None or type(dst) is not int else self._again("send", tensor, dst)
+        if again is not None:
+            return again
         self._check_tensor("send", tensor)
         self._check_peer("send", "dst", dst, other=True)
-        return self._start("send", tensor, tensor, None, peer=dst, timeout=timeout)
+        work = self._start("send", tensor, tensor, None, peer=dst, timeout=timeout)
+        self._remember(tensor, None, work.call)
+        return work
 
     def recv(self, tensor: torch.Tensor, src: int, timeout: float | None = None) -> Work:
         """Fill the tensor with what group rank `src` sends."""
+        again = None if timeout is not None or type(src) is not int else self._again("recv", tensor, src)
+        if again is not None:
+            return again
         self._check_tensor("recv", tensor)
         self._check_peer("recv", "src", src, other=True)
-        return self._start("recv", tensor, None, tensor, peer=src, timeout=timeout)
+        work = self._start("recv", tensor, None, tensor, peer=src, timeout=timeout)
+        self._remember(tensor, None, work.call)
+        return work
 
     def barrier(self, timeout: float | None = None) -> Work:
         """Ends when every rank has come."""
@@ -246,6 +241,28 @@ class Group:
             raise InvalidCall(f"timeout = {timeout!r}: give seconds, more than 0.")
         return float(timeout)
 
+    # Small calls that were made before on the same tensor.
+
+    def _again(
+        self, kind: str, tensor: torch.Tensor, peer: int | None, op: str | None = None, strategy: str | None = None
+    ) -> Work | None:
+        repeated = self._repeated.get((kind, peer, id(tensor)))
+        return repeated.start(tensor) if repeated is not None and repeated.is_for(tensor, op, strategy) else None
+
+    def _remember(self, tensor: torch.Tensor, strategy: str | None, call: Call) -> None:
+        """The next call on this tensor shall be quicker, if it is small and its bytes are in a row."""
+        transport = self._transport
+        if tensor.nbytes > FLAT or not isinstance(transport, SharedMemoryTransport) or not tensor.is_contiguous():
+            return
+        quick = transport.quick(call)
+        if quick is None or type(tensor) is not torch.Tensor or tensor.is_conj() or tensor.is_neg():
+            return
+        if len(self._repeated) >= _MOST_REPEATED:
+            self._repeated.clear()
+        key = (call.kind, call.peer, id(tensor))
+        seen_before = key in self._repeated  # a tensor that is used once is not worth the trouble
+        self._repeated[key] = Repeated(self, transport, quick, tensor, strategy, call) if seen_before else None
+
     # From call to end.
 
     def _start(
@@ -275,10 +292,15 @@ class Group:
         return self._issue(call, target if target is not None else source, copy_back)
 
     def _number(self, kind: str, peer: int | None) -> int:
-        channel = (kind, peer) if kind in POINT_TO_POINT else None
+        channel = self._channel(kind, peer)
         number = self._numbers.get(channel, 0) + 1
         self._numbers[channel] = number
         return number
+
+    @staticmethod
+    def _channel(kind: str, peer: int | None) -> tuple[str, int | None] | None:
+        """What calls are numbered by: all collectives, the sends to a peer, the receives from it."""
+        return (kind, peer) if kind in POINT_TO_POINT else None
 
     def _issue(self, call: Call, result: torch.Tensor | None, copy_back: CopyBack | None) -> Work:
         if self._closed is not None:

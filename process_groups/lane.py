@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from process_groups.signals import Abandoned, Counter, Patience
 from process_groups.transport import Call, Completion
@@ -119,6 +120,17 @@ class Lane:
     def stop(self) -> None:
         """Let the thread end after what it has."""
         self._thread.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class Quick:
+    """How small calls of one sort are carried out where they are made."""
+
+    lane: Lane
+    is_next: Callable[[], bool]
+    """Whether such a call may be carried out now; True only where nothing comes before it."""
+    begin: Callable[[Call], Steps | None]
+    """Carry it out as far as can be without waiting; what is left to do, if anything."""
 
 
 class Ended:

@@ -1,4 +1,4 @@
-"""A small all-reduce that is made again and again on one tensor: what there is to find out about it is found once.
+"""Small calls that are made again and again on one tensor: what there is to find out about them is found once.
 
 Small calls take about as long as Python needs to prepare them, so this way is kept as short as it can be. It does
 exactly what the long one does, and leaves to that whatever is not the usual case.
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from process_groups.lane import Quick
 from process_groups.transport import Call
 from process_groups.work import Work
 from runtime.errors import CommunicationError
@@ -44,27 +45,35 @@ class EndedWork(Work):
         return self._result
 
 
-class RepeatedAllReduce:
-    """One tensor, one op, and the default strategy."""
+class Repeated:
+    """One kind of call on one tensor."""
 
     __slots__ = (
-        "_call", "_data_ptr", "_group", "_is_alive", "_num_bytes", "_op", "_shape", "_strategy", "_transport",
+        "_call", "_channel", "_data_ptr", "_group", "_num_bytes", "_op", "_quick", "_shape", "_strategy", "_tensor",
+        "_transport",
     )  # fmt: skip
 
     def __init__(
-        self, group: Group, transport: SharedMemoryTransport, tensor: torch.Tensor, strategy: str | None, call: Call
+        self,
+        group: Group,
+        transport: SharedMemoryTransport,
+        quick: Quick,
+        tensor: torch.Tensor,
+        strategy: str | None,
+        call: Call,
     ) -> None:
-        assert call.target is not None
-        self._group, self._transport, self._op, self._strategy = group, transport, call.op, strategy
-        self._is_alive = weakref.ref(tensor)
+        self._group, self._transport, self._quick = group, transport, quick
+        self._op, self._strategy, self._channel = call.op, strategy, group._channel(call.kind, call.peer)
+        self._tensor = weakref.ref(tensor)
         self._data_ptr, self._shape, self._num_bytes = tensor.data_ptr(), tensor.shape, tensor.nbytes
-        target = call.target.detach().view(-1)  # the user may ask for gradients of the tensor later on
-        self._call = replace(call, source=target, target=target, timeout=group.timeout)
+        values = tensor.detach().view(-1)  # the user may ask for gradients of the tensor later on
+        source, target = (values if side is not None else None for side in (call.source, call.target))
+        self._call = replace(call, source=source, target=target, timeout=group.timeout)
 
-    def is_for(self, tensor: torch.Tensor, op: str, strategy: str | None) -> bool:
+    def is_for(self, tensor: torch.Tensor, op: str | None, strategy: str | None) -> bool:
         """Whether this is still that tensor, as it was."""
         return (
-            self._is_alive() is tensor
+            self._tensor() is tensor
             and self._op == op
             and self._strategy == strategy
             and self._data_ptr == tensor.data_ptr()
@@ -74,30 +83,30 @@ class RepeatedAllReduce:
 
     def start(self, tensor: torch.Tensor) -> Work | None:
         """Make the call; None, and nothing done, where the long way is needed."""
-        group, transport, call = self._group, self._transport, self._call
-        if not transport.is_idle:
+        group, call, quick = self._group, self._call, self._quick
+        if group._closed is not None or not quick.is_next():
             return None
         began = time.monotonic()
-        call.number = group._numbers[None] + 1
+        call.number = group._numbers[self._channel] + 1
         try:
-            if not transport.post_at_once(call):
+            if not self._transport.post_at_once(call):
                 return None
         except CommunicationError as refused:
-            group._numbers[None] = call.number
+            group._numbers[self._channel] = call.number
             work = Work(group, replace(call), tensor, None, began)
             group._fail(work, refused)
             return work
-        group._numbers[None] = call.number
-        flat = transport.begin_flat(call)
-        if not flat.at_once():
+        group._numbers[self._channel] = call.number
+        left = quick.begin(call)
+        if left is not None:
             under_way = replace(call)  # this one's number shall not change
-            work = Work(group, under_way, tensor, None, began, transport.go_on(under_way, flat))
+            work = Work(group, under_way, tensor, None, began, quick.lane.add(under_way, left, is_short=True))
             group._under_way.add(work)
             return work
-        transport.finished(call)
+        self._transport.finished(call)
         if group._recorder is not None:
             seconds = time.monotonic() - began
             group._recorder.record(
-                group.name, "all_reduce", "default", "default", self._num_bytes, group.size, seconds, began
+                group.name, call.kind, "default", call.strategy, self._num_bytes, group.size, seconds, began
             )
         return EndedWork(group, call, tensor)

@@ -33,9 +33,10 @@ def _barrier(exchange: Exchange) -> Steps:
 
 
 class FlatAllReduce:
-    """Every rank adds up all ranks' values, in the same order."""
+    """A small all-reduce in one round. Two ranks each add up both values; of more, the first adds up all of them, and
+    the others read its result: where ranks outnumber the cores, n times n additions would take too long."""
 
-    __slots__ = ("_exchange", "_op", "_round", "_slots", "_target")
+    __slots__ = ("_exchange", "_op", "_reads_result", "_round", "_slots", "_target")
 
     def __init__(self, exchange: Exchange, call: Call) -> None:
         """Put this rank's values in, and arrive."""
@@ -43,22 +44,41 @@ class FlatAllReduce:
         assert target is not None
         assert op is not None
         self._exchange, self._op = exchange, op
+        self._reads_result = exchange.size > 2 and exchange.me != 0
         self._target = target if target.dim() == 1 else target.view(-1)
         self._slots = exchange.slots(exchange.next_round, target.numel(), target.dtype)
         self._slots[exchange.me].copy_(self._target)
         self._round = exchange.arrive()
 
     def at_once(self) -> bool:
-        """Finish it if every rank has arrived."""
-        if not self._exchange.has_everybody(self._round):
+        """Finish it if nothing has to be waited for."""
+        exchange, result = self._exchange, self._exchange.result
+        assert result is not None
+        if result.words[0] < self._round if self._reads_result else not exchange.has_everybody(self._round):
             return False
-        self._exchange.reduce(self._target, self._slots, self._op)
+        self._finish()
         return True
 
     def steps(self) -> Steps:
         """What is left to do."""
-        yield from self._exchange.everybody(self._round)
-        self._exchange.reduce(self._target, self._slots, self._op)
+        if self._reads_result:
+            assert self._exchange.result is not None
+            yield self._exchange.result, self._round
+        else:
+            yield from self._exchange.everybody(self._round)
+        self._finish()
+
+    def _finish(self) -> None:
+        exchange, first = self._exchange, self._slots[0]
+        if self._reads_result:
+            self._target.copy_(first)
+        elif exchange.size == 2:
+            exchange.reduce(self._target, self._slots, self._op)
+        else:
+            assert exchange.result is not None
+            exchange.reduce(first, self._slots, self._op)
+            exchange.result.store(self._round)
+            self._target.copy_(first)
 
 
 def is_flat(call: Call) -> bool:

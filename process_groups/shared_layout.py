@@ -31,6 +31,11 @@ class GroupLayout:
         """Not 0 when the owner has given the group up."""
         return self.start + _LINE
 
+    @property
+    def result(self) -> int:
+        """The latest round whose result the owner has put into its slot for all."""
+        return self.start + 4 * _LINE
+
     def offer(self, round_number: int) -> int:
         """Where the owner's registered buffer of that round lies, plus 1; 0 when it has none."""
         return self.start + (2 + round_number % 2) * _LINE
@@ -52,7 +57,7 @@ class GroupLayout:
         return self._of_peer(3, peer) + packet % NUM_PACKETS * 16
 
     def _of_peer(self, kind: int, peer: int) -> int:
-        return self.start + (4 + kind * self.size + peer) * _LINE
+        return self.start + (5 + kind * self.size + peer) * _LINE
 
     def slot(self, round_number: int) -> int:
         """The staging slot of a round."""
@@ -68,7 +73,7 @@ class GroupLayout:
 
     @staticmethod
     def _control_size(size: int) -> int:
-        return -(-(4 + 4 * size) * _LINE // _PAGE) * _PAGE
+        return -(-(5 + 4 * size) * _LINE // _PAGE) * _PAGE
 
 
 def lay_out(group_sizes: Sequence[int]) -> list[GroupLayout]:

@@ -9,7 +9,7 @@ import torch
 
 from process_groups.arena import Mapping
 from process_groups.exchange import Exchange
-from process_groups.lane import ENDED, Ended, Lane, Steps, Task, is_short
+from process_groups.lane import ENDED, Ended, Lane, Quick, Steps, Task, is_short
 from process_groups.ledger import Ledger, Member
 from process_groups.shared_collectives import FLAT, FlatAllReduce, is_flat, steps_of
 from process_groups.shared_layout import GroupLayout
@@ -65,34 +65,34 @@ class SharedMemoryTransport:
         if not self._ledger.post_at_once(call):  # once it is this call's turn, the peers are near
             lane, steps = self._lane_and_steps(call)
             return lane.add(call, self._ledger.post_first(call, steps), is_short=False)
-        if call.kind in POINT_TO_POINT:
-            if self._packets.at_once(call):
-                return ENDED
-        elif is_flat(call) and self._collectives.is_idle and self._takes_default(call):
-            flat = self.begin_flat(call)
-            return ENDED if flat.at_once() else self.go_on(call, flat)
+        quick = self.quick(call)
+        if quick is not None and quick.is_next():
+            left = quick.begin(call)
+            return ENDED if left is None else quick.lane.add(call, left, is_short=True)
         lane, steps = self._lane_and_steps(call)
         return lane.add(call, steps, is_short(call) and (call.strategy != "adaptive" or self._adaptive.is_ready))
 
-    # For small all-reduces that are made again and again, which go a shorter way than `start`.
+    def quick(self, call: Call) -> Quick | None:
+        """How such a call is carried out at once, if it is small."""
+        if call.kind in POINT_TO_POINT:
+            return self._packets.quick(call)
+        if not is_flat(call) or call.is_empty or call.strategy not in ("default", "adaptive"):
+            return None
+        assert call.target is not None
+        lane, num_bytes = self._collectives, call.target.nbytes
+        if call.strategy == "default":
+            return Quick(lane, lambda: lane.is_idle, self._begin_flat)
+        takes_default = self._adaptive.takes_default
+        return Quick(lane, lambda: lane.is_idle and takes_default(num_bytes), self._begin_adaptive)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether a collective that is made now would be carried out next."""
-        return self._collectives.is_idle
+    def _begin_flat(self, call: Call) -> Steps | None:
+        flat = FlatAllReduce(self._exchange, call)
+        return None if flat.at_once() else flat.steps()
 
-    def begin_flat(self, call: Call) -> FlatAllReduce:
-        return FlatAllReduce(self._exchange, call)
-
-    def go_on(self, call: Call, flat: FlatAllReduce) -> Task:
-        """Have the rest of a call carried out once the peers have come."""
-        return self._collectives.add(call, flat.steps(), is_short=True)
-
-    def _takes_default(self, call: Call) -> bool:
-        strategy = call.strategy
-        return not call.is_empty and (
-            strategy == "default" or (strategy == "adaptive" and self._adaptive.takes_default(call))
-        )
+    def _begin_adaptive(self, call: Call) -> Steps | None:
+        assert call.target is not None
+        self._adaptive.took_default(call, call.target.nbytes)
+        return self._begin_flat(call)
 
     def _lane_and_steps(self, call: Call) -> tuple[Lane, Steps]:
         if call.kind in POINT_TO_POINT:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from process_groups.arena import Mapping
-from process_groups.lane import Lane, Steps
+from process_groups.lane import Lane, Quick, Steps
 from process_groups.shared_layout import NUM_PACKETS, PACKET, GroupLayout
 from process_groups.signals import Abandoned, Counter
 from process_groups.transport import Call
@@ -80,6 +80,9 @@ class Outbox(_Pair):
         self.sent.store(self.number)
         return True
 
+    def begin(self, call: Call) -> Steps | None:
+        return None if self.at_once(call) else self.send(call)
+
     def _put(self, parts: Sequence[torch.Tensor]) -> Steps:
         for part in parts:
             if self.consumed.value <= self.number - NUM_PACKETS:
@@ -123,6 +126,9 @@ class Inbox(_Pair):
         self.consumed.store(self.number)
         return True
 
+    def begin(self, call: Call) -> Steps | None:
+        return None if self.at_once(call) else self.receive(call)
+
     def _take(self, target: torch.Tensor) -> Steps:
         """One packet, which needs no header: both ends know its size."""
         if target.numel() == 0:
@@ -163,11 +169,15 @@ class Packets:
         """Whether a peer shares this rank's memory."""
         return peer is not None and self._arenas[peer] is not None
 
-    def at_once(self, call: Call) -> bool:
-        """Carry out a small send, or the receive of something small that is there, unless others come first."""
+    def quick(self, call: Call) -> Quick | None:
+        """How a small send or receive is carried out at once."""
+        tensor = call.source if call.kind == "send" else call.target
+        assert tensor is not None
         assert call.peer is not None
+        if not 0 < tensor.nbytes <= _WORTH_SHOWING:
+            return None
         lane, box = self._boxes.get((call.kind, call.peer)) or self._open(call.kind, call.peer)
-        return lane.is_idle and box.at_once(call)
+        return Quick(lane, lambda: lane.is_idle, box.begin)
 
     def lane_and_steps(self, call: Call) -> tuple[Lane, Steps]:
         """In which order a send or receive comes, and what is to be done."""

@@ -17,6 +17,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from parallel3d.benchmarks.crews import Crew, Reception, run_launched
 from parallel3d.benchmarks.figures import GLOO, MEMORY_LIMIT, MPI, Measured, Run
@@ -27,6 +28,7 @@ from parallel3d.benchmarks.wire import Command
 from runtime.errors import BenchmarkError
 
 OURS = "ours"
+T = TypeVar("T")
 Tell = Callable[[str], None]
 
 
@@ -90,6 +92,12 @@ def _crews(num_ranks: int, mpi: Mpi | None, reception: Reception, folder: Path) 
     return [*crews, Crew(MEMORY_LIMIT, num_cores, reception, limit)]
 
 
+def _rotated(contestants: list[T], by: int) -> list[T]:
+    """Whoever comes first in a turn finds the cores and caches cold, so it is another one in each round."""
+    first = by % len(contestants)
+    return contestants[first:] + contestants[:first]
+
+
 async def _measure_size(plan: Plan, kind: str, num_bytes: int, crews: dict[str, Crew], progress: Tell) -> Measured:
     all_of_kind = all_reducers(plan.strategies) if kind == "all_reduce" else SENDERS
     contestants = [each for each in all_of_kind if each.crew in crews]
@@ -97,9 +105,8 @@ async def _measure_size(plan: Plan, kind: str, num_bytes: int, crews: dict[str, 
     seconds: dict[str, list[float]] = {each.name: [] for each in contestants}
     repeats = plan.repeats(num_bytes)
     for round_number in range(plan.rounds):
-        first = round_number % len(taking_part)
-        for crew in taking_part[first:] + taking_part[:first]:
-            for each in [each for each in contestants if each.crew == crew]:
+        for crew in _rotated(taking_part, round_number):
+            for each in _rotated([each for each in contestants if each.crew == crew], round_number):
                 where = f"{kind} of {human(num_bytes)}, round {round_number + 1} of {plan.rounds}: {each.name}"
                 progress(where)
                 command = Command(

@@ -63,16 +63,16 @@ class Adaptive:
         """Whether a call does no more than its own work."""
         return bool(self._rows or self._pinned)
 
-    def takes_default(self, call: Call) -> bool:
+    def takes_default(self, num_bytes: int) -> bool:
         """Whether a call that is next in order is a plain `default`, to be neither timed nor compared: nearly all of
-        those small calls for which every microsecond counts are."""
-        assert call.target is not None
-        found = self._classes.get(call.target.nbytes.bit_length())
-        if found is None or found.chosen or found.num_calls % _PERIOD >= _PERIOD - _NUM_TIMED:
-            return False
-        found.num_calls += 1
+        those small calls for which every microsecond counts are. It is counted by `took_default`."""
+        found = self._classes.get(num_bytes.bit_length())
+        return found is not None and not found.chosen and found.num_calls % _PERIOD < _PERIOD - _NUM_TIMED
+
+    def took_default(self, call: Call, num_bytes: int) -> None:
+        """Count a call of which `takes_default` was true."""
+        self._classes[num_bytes.bit_length()].num_calls += 1
         call.carried_out_by = "default"
-        return True
 
     def steps(self, call: Call) -> Steps:
         """An adaptive all-reduce."""
