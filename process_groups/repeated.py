@@ -49,8 +49,8 @@ class Repeated:
     """One kind of call on one tensor."""
 
     __slots__ = (
-        "_call", "_channel", "_data_ptr", "_group", "_num_bytes", "_op", "_quick", "_shape", "_strategy", "_tensor",
-        "_transport",
+        "_call", "_channel", "_data_ptr", "_dtype", "_group", "_num_bytes", "_op", "_quick", "_shape", "_strategy",
+        "_tensor", "_transport",
     )  # fmt: skip
 
     def __init__(
@@ -66,6 +66,7 @@ class Repeated:
         self._op, self._strategy, self._channel = call.op, strategy, group._channel(call.kind, call.peer)
         self._tensor = weakref.ref(tensor)
         self._data_ptr, self._shape, self._num_bytes = tensor.data_ptr(), tensor.shape, tensor.nbytes
+        self._dtype = tensor.dtype
         values = tensor.detach().view(-1)  # the user may ask for gradients of the tensor later on
         source, target = (values if side is not None else None for side in (call.source, call.target))
         self._call = replace(call, source=source, target=target, timeout=group.timeout)
@@ -78,6 +79,7 @@ class Repeated:
             and self._strategy == strategy
             and self._data_ptr == tensor.data_ptr()
             and self._shape == tensor.shape
+            and self._dtype is tensor.dtype
             and tensor.is_contiguous()
         )
 
