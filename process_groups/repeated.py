@@ -64,7 +64,8 @@ class Repeated:
     ) -> None:
         self._group, self._transport, self._quick = group, transport, quick
         self._op, self._strategy, self._channel = call.op, strategy, group._channel(call.kind, call.peer)
-        self._tensor = weakref.ref(tensor)
+        known, key = group._repeated, (call.kind, call.peer, id(tensor))
+        self._tensor = weakref.ref(tensor, lambda _: known.pop(key, None))  # or its memory would stay in use
         self._data_ptr, self._shape, self._num_bytes = tensor.data_ptr(), tensor.shape, tensor.nbytes
         self._dtype = tensor.dtype
         values = tensor.detach().view(-1)  # the user may ask for gradients of the tensor later on
