@@ -354,6 +354,12 @@ def finish(steps: Steps) -> None:
     assert list(steps) == []
 
 
+def at_once(rank: Rank, call: Call) -> bool:
+    """Carry a send or receive out where it is made; False, and nothing done, where that can't be."""
+    quick = rank.packets.quick(call)
+    return quick is not None and quick.is_next() and quick.begin(call) is None
+
+
 def test_sends_and_receives_at_once_and_in_steps_are_the_same(ranks_of):
     one, other = ranks_of(2)
     choose = random.Random(3)
@@ -367,7 +373,7 @@ def test_sends_and_receives_at_once_and_in_steps_are_the_same(ranks_of):
         recv = Call("recv", target=torch.zeros(shape, dtype=dtype), peer=0)
         for rank, call in ((one, send), (other, recv)):
             if choose.random() < 0.5:
-                assert rank.packets.at_once(call)
+                assert at_once(rank, call)
             else:
                 finish(rank.steps(call))
         assert torch.equal(recv.target, values), number
@@ -379,10 +385,10 @@ def test_only_what_is_small_is_sent_at_once(ranks_of, num_bytes):
     values = torch.arange(num_bytes).to(torch.uint8)
     send = Call("send", source=values, peer=1)
     recv = Call("recv", target=torch.zeros(num_bytes, dtype=torch.uint8), peer=0)
-    assert not one.packets.at_once(send)
-    assert not other.packets.at_once(recv)
+    assert one.packets.quick(send) is None
+    assert other.packets.quick(recv) is None
     finish(one.steps(send))
-    assert not other.packets.at_once(recv), "not either when it is there"
+    assert other.packets.quick(recv) is None, "not either when it is there"
     finish(other.steps(recv))
     assert torch.equal(recv.target, values)
 
@@ -391,16 +397,16 @@ def test_a_full_ring_of_packets_takes_nothing_at_once(ranks_of):
     one, other = ranks_of(2)
     sends = [Call("send", source=torch.full((3,), float(n)), peer=1) for n in range(NUM_PACKETS + 2)]
     receives = [Call("recv", target=torch.zeros(3), peer=0) for _ in sends]
-    assert not other.packets.at_once(receives[0]), "nothing is there"
+    assert not at_once(other, receives[0]), "nothing is there"
     for lead in range(len(sends)):
         if lead >= NUM_PACKETS:
-            assert not one.packets.at_once(sends[lead])
-            assert not one.packets.at_once(sends[lead]), "asking changes nothing"
-            assert other.packets.at_once(receives[lead - NUM_PACKETS])
-        assert one.packets.at_once(sends[lead])
+            assert not at_once(one, sends[lead])
+            assert not at_once(one, sends[lead]), "asking changes nothing"
+            assert at_once(other, receives[lead - NUM_PACKETS])
+        assert at_once(one, sends[lead])
     for call in receives[2:]:
-        assert other.packets.at_once(call)
-    assert not other.packets.at_once(receives[0]), "all are read"
+        assert at_once(other, call)
+    assert not at_once(other, receives[0]), "all are read"
     assert [call.target.tolist() for call in receives] == [[float(n)] * 3 for n in range(len(sends))]
 
 
@@ -410,11 +416,11 @@ async def test_a_receive_does_not_overtake_one_that_waits(ranks_of):
     lane, steps = other.packets.lane_and_steps(first)
     task = lane.add(first, steps, is_short=True)
     for n in (1.0, 2.0):
-        assert one.packets.at_once(Call("send", source=torch.full((2,), n), peer=1))
-    assert not other.packets.at_once(second), "its packet is there, but not its turn"
+        assert at_once(one, Call("send", source=torch.full((2,), n), peer=1))
+    assert not at_once(other, second), "its packet is there, but not its turn"
     assert second.target.tolist() == [0, 0]
     assert task.ended_well(0.0)
-    assert other.packets.at_once(second)
+    assert at_once(other, second)
     assert [first.target.tolist(), second.target.tolist()] == [[1, 1], [2, 2]]
     lane.stop()
 
@@ -423,14 +429,14 @@ async def test_a_send_does_not_overtake_one_that_waits(ranks_of):
     one, other = ranks_of(2)
     sends = [Call("send", source=torch.full((2,), float(n)), peer=1) for n in range(NUM_PACKETS + 2)]
     receives = [Call("recv", target=torch.zeros(2), peer=0) for _ in sends]
-    assert [one.packets.at_once(call) for call in sends[:NUM_PACKETS]] == [True] * NUM_PACKETS
+    assert [at_once(one, call) for call in sends[:NUM_PACKETS]] == [True] * NUM_PACKETS
     lane, steps = one.packets.lane_and_steps(sends[-2])
     task = lane.add(sends[-2], steps, is_short=True)
-    assert [other.packets.at_once(call) for call in receives[:2]] == [True, True]
-    assert not one.packets.at_once(sends[-1]), "there is room, but it is not its turn"
+    assert [at_once(other, call) for call in receives[:2]] == [True, True]
+    assert not at_once(one, sends[-1]), "there is room, but it is not its turn"
     assert task.ended_well(0.0)
-    assert one.packets.at_once(sends[-1])
-    assert [other.packets.at_once(call) for call in receives[2:]] == [True] * NUM_PACKETS
+    assert at_once(one, sends[-1])
+    assert [at_once(other, call) for call in receives[2:]] == [True] * NUM_PACKETS
     assert [call.target.tolist() for call in receives] == [[float(n)] * 2 for n in range(len(sends))]
     lane.stop()
 
@@ -440,17 +446,17 @@ async def test_each_pair_and_direction_has_its_own_turn(ranks_of):
     waiting = Call("recv", target=torch.zeros(2), peer=1)
     lane, steps = one.packets.lane_and_steps(waiting)
     task = lane.add(waiting, steps, is_short=True)
-    assert one.packets.at_once(Call("send", source=torch.ones(2), peer=1))
-    assert third.packets.at_once(Call("send", source=torch.ones(2), peer=0))
-    assert one.packets.at_once(Call("recv", target=torch.zeros(2), peer=2))
-    assert other.packets.at_once(Call("send", source=torch.ones(2), peer=0))
+    assert at_once(one, Call("send", source=torch.ones(2), peer=1))
+    assert at_once(third, Call("send", source=torch.ones(2), peer=0))
+    assert at_once(one, Call("recv", target=torch.zeros(2), peer=2))
+    assert at_once(other, Call("send", source=torch.ones(2), peer=0))
     assert task.ended_well(0.0)
     lane.stop()
 
 
 @pytest.mark.parametrize("op", ["sum", "mean", "max"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_all_reduces_at_once_and_in_steps_have_the_same_bits(ranks_of, size, dtype, op):
     ranks, others = ranks_of(size), ranks_of(size)
     choose = random.Random(size)
@@ -462,16 +468,57 @@ def test_all_reduces_at_once_and_in_steps_have_the_same_bits(ranks_of, size, dty
         assert [flat[me].at_once() for me in order[:-1]] == [False] * (size - 1), "one is missing"
         assert all(torch.equal(calls[me].target, sources[me]) for me in order), "nothing was touched"
         flat[order[-1]] = FlatAllReduce(ranks[order[-1]].exchange, calls[order[-1]])
-        for me in choose.sample(order, size):
+        left = choose.sample(order, size)
+        if size > 2:  # the first rank adds up for all
+            for me in left[: left.index(0)]:
+                assert not flat[me].at_once()
+                assert torch.equal(calls[me].target, sources[me]), "nothing was touched"
+            left.remove(0)
+            left.insert(0, 0)
+        for me in left:
             if choose.random() < 0.5:
                 assert flat[me].at_once()
             else:
-                finish(flat[me].steps())
+                unread = [] if size == 2 or me == 0 else [(ranks[me].exchange.result, ranks[me].exchange._round)]
+                assert list(flat[me].steps()) == unread, "at most a counter that is where it has to be"
         stepped = [make_call(rank, "all_reduce", sources[rank.me], False, op=op) for rank in others]
         in_any_order([Stepped(rank.steps(call)) for rank, call in zip(others, stepped, strict=True)], choose)
         for one, other in zip(calls, stepped, strict=True):
             assert torch.equal(one.target, other.target), (number, shape)
             assert torch.equal(one.target, calls[0].target), (number, shape)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("size", [3, 4])
+def test_flat_all_reduces_between_others_have_the_bits_of_the_sum_in_order(ranks_of, size, seed):
+    """Small, staged and direct calls use the slots in turn, while a rank is as far ahead as it can be."""
+    ranks = ranks_of(size)
+    plan = random.Random(seed)
+    numels = [plan.choice((1, SMALL, SMALL, SMALL, 1024, MIDDLE, LARGE)) for _ in range(60)]
+    registered = [plan.random() < 0.5 for _ in numels]
+    dtypes = [plan.choice((torch.float32, torch.bfloat16)) for _ in numels]
+    sources = [
+        [values_of(100 * number + me, numel, dtype) for me in range(size)]
+        for number, (numel, dtype) in enumerate(zip(numels, dtypes, strict=True))
+    ]
+    calls = [
+        [
+            make_call(rank, "all_reduce", mine[rank.me], is_registered, op="sum")
+            for mine, is_registered in zip(sources, registered, strict=True)
+        ]
+        for rank in ranks
+    ]
+    stepped = [Stepped(*(rank.steps(call) for call in mine)) for rank, mine in zip(ranks, calls, strict=True)]
+    favoured = random.Random(seed)
+    while not all(rank.has_ended for rank in stepped):
+        for _ in range(favoured.randrange(10)):  # one goes ahead as far as it can
+            favoured.choice(stepped).goes_on_until_it_fails()
+        able = [rank for rank in favoured.sample(stepped, size) if rank.go_on()]
+        assert able or all(rank.has_ended for rank in stepped), "nobody can go on"
+    for number, mine in enumerate(sources):
+        total = expected("all_reduce", mine, 0)
+        for me in range(size):
+            assert torch.equal(calls[me][number].target, total), (number, me, numels[number])
 
 
 def test_a_rank_does_not_stage_its_own_part(ranks_of):
