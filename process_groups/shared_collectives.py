@@ -18,7 +18,7 @@ from process_groups.reduction import part, pieces
 from process_groups.shared_layout import CHUNK
 from process_groups.transport import Call
 
-FLAT = 64 << 10  # bytes: up to here one round and n additions on every rank cost less than two rounds
+FLAT = 64 << 10  # bytes: up to here one round costs less than two, though it does not share the work
 
 
 def steps_of(exchange: Exchange, call: Call) -> Steps:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 _LINE = 64  # bytes: what two ranks write never shares a cache line
 _PAGE = 4096
 NUM_SLOTS = 3  # of the staging area: one is filled, one is reduced, one is read out
-CHUNK = 1 << 20  # bytes of a staging slot
+CHUNK = 2 << 20  # bytes of a staging slot: large enough that few rounds are needed, small enough for the cache
 NUM_PACKETS = 4  # under way from one rank to another
 PACKET = 128 << 10  # bytes
 

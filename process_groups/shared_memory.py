@@ -119,7 +119,7 @@ class SharedMemoryTransport:
         if strategy != "default":
             return Explanation(strategy, "asked for")
         how = (
-            "every rank adds up all ranks' values from their staging slots"
+            "one round through the staging slots"
             if num_bytes <= FLAT
             else "each rank reduces its slice from its peers' buffers and writes it to all, in place if registered"
         )

@@ -14,7 +14,7 @@ from process_groups.strategies.arithmetic import combine, finish, wide_dtype
 from process_groups.strategies.program import Program, Transfer
 from process_groups.transport import Call
 
-BLOCK = 8 << 20  # bytes that a program is run on at once; a tensor that is not registered is copied in blocks
+BLOCK = 4 << 20  # bytes that a program is run on at once; a tensor that is not registered is copied in blocks
 
 
 class Link(Protocol):

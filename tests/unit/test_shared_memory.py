@@ -869,7 +869,7 @@ def test_how_default_explains_itself(threads_of):
         ]
 
     assert threads_of(2).run(main)[0] == [
-        "default: shared memory's own way; every rank adds up all ranks' values from their staging slots",
+        "default: shared memory's own way; one round through the staging slots",
         "default: shared memory's own way; each rank reduces its slice from its peers' buffers and writes it to all, "
         "in place if registered",
         "ring: asked for",
