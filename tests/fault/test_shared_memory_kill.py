@@ -15,6 +15,7 @@ import parallel3d
 from parallel3d import CommunicationError, PeerLost
 from process_groups.exchange import Exchange
 from process_groups.reduction import Reducer
+from process_groups.shared_collectives import FlatAllReduce
 from process_groups.shared_packets import Inbox, Outbox
 from process_groups.signals import Counter
 from process_groups.strategies.execute import SharedLink
@@ -40,7 +41,7 @@ POINTS: dict[str, tuple[str, Point]] = {
     "after its slice and before the last round": ("registered", (Exchange, "arrive", 2)),
     "in the middle of a staged call": ("staged", (Exchange, "arrive", 5)),
     "in a small call, before it arrives": ("small", (Exchange, "arrive", 1)),
-    "in a small call, after it has arrived": ("small", (Exchange, "has_everybody", 1)),
+    "in a small call, after it has arrived": ("small", (FlatAllReduce, "at_once", 1)),
     "while others read its source": ("all_gather", (Exchange, "everybody", 2)),
     "before it says that a range is ready (ring)": ("ring", (SharedLink, "send", 2)),
     "before it says that a range is ready (tree)": ("tree", (SharedLink, "send", 2)),

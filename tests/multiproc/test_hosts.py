@@ -98,7 +98,8 @@ def test_adaptive_measures_the_network_and_all_ranks_agree(two_hosts):
     explanations = [explanation for _, explanation in heard]
     assert all(explanation == explanations[0] for explanation in explanations)
     assert explanations[0].strategy == "hierarchical"
-    assert explanations[0].seconds["hierarchical"] < explanations[0].seconds["ring"]
+    seconds = explanations[0].seconds  # without those that were hopeless at smaller sizes
+    assert seconds["hierarchical"] == min(seconds.values())
 
 
 async def exchange(tell: Tell, one: int, other: int, num_bytes: int) -> None:
