@@ -1,6 +1,6 @@
 """Sends and receives through shared memory: packets in the sender's arena, which the receiver reads.
 
-A registered tensor from 32 KiB up is one packet that only says where it lies. Everything else is copied into packets; a
+A registered tensor above 32 KiB is one packet that only says where it lies. Everything else is copied into packets; a
 send whose packets all found room has ended, whether or not the receiver has come.
 """
 

@@ -92,6 +92,13 @@ def _crews(num_ranks: int, mpi: Mpi | None, reception: Reception, folder: Path) 
     return [*crews, Crew(MEMORY_LIMIT, num_cores, reception, limit)]
 
 
+async def _ask(crew: Crew, command: Command, where: str) -> float:
+    try:
+        return await crew.ask(command)
+    except BenchmarkError as error:
+        raise BenchmarkError(f"{where}: {error}") from None
+
+
 def _rotated(contestants: list[T], by: int) -> list[T]:
     """Whoever comes first in a turn finds the cores and caches cold, so it is another one in each round."""
     first = by % len(contestants)
@@ -112,9 +119,6 @@ async def _measure_size(plan: Plan, kind: str, num_bytes: int, crews: dict[str, 
                 command = Command(
                     kind, num_bytes, plan.dtype, repeats, each.strategy, each.registered, check=round_number == 0
                 )
-                try:
-                    seconds[each.name].append(await crews[crew].ask(command))
-                except BenchmarkError as error:
-                    raise BenchmarkError(f"{where}: {error}") from None
-            await crews[crew].ask(Command("rest"))
+                seconds[each.name].append(await _ask(crews[crew], command, where))
+            await _ask(crews[crew], Command("rest"), where)
     return Measured(num_bytes, num_bytes // plan.element_size, repeats, seconds)
