@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ import torch
 
 from parallel3d.benchmarks.known_values import largest_sum
 from parallel3d.benchmarks.sizes import human, parse_sizes
+from process_groups.arena import available_memory
 from process_groups.group import REDUCIBLE, STRATEGIES
 from runtime.errors import InvalidCall
 
@@ -66,7 +66,7 @@ def make_plan(
     )
     _check_elements(plan)
     _check_sums(plan)
-    _check_memory(plan, _available_memory())
+    _check_memory(plan, available_memory())
     return plan
 
 
@@ -116,14 +116,6 @@ def _check_memory(plan: Plan, available: int) -> None:
             f"--sizes {human(largest)} with {most} ranks needs {human(needed)} of memory, and {human(available)} are "
             "available. Leave out the largest size, or ask for fewer ranks."
         )
-
-
-def _available_memory() -> int:
-    with open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def torch_dtype(name: str) -> torch.dtype:
