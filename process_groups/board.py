@@ -69,9 +69,9 @@ class Ring:
         """Write down the next call; the word that stands for it, in every ring."""
         if self._num_written - self._written.get(text, -self._num_texts) >= self._num_slots:
             self._write(text)
-        word = (number & _MASK) << 32 | _hash(text)
-        self._words[_RING_HEAD + number % self._num_slots] = word
-        self._words[0] = number
+        word, words = (number & _MASK) << 32 | _hash(text), self._words
+        words[_RING_HEAD + number % self._num_slots] = word
+        words[0] = number
         return word
 
     def _write(self, text: str) -> None:

@@ -10,7 +10,7 @@ from process_groups.arena import Arena, Mapping
 from process_groups.lane import Steps
 from process_groups.reduction import Reducer
 from process_groups.shared_layout import NUM_SLOTS, GroupLayout
-from process_groups.signals import Abandoned, Counter
+from process_groups.signals import Abandoned, Counter, Sleepers
 from runtime.errors import CommunicationError
 
 _MOST_KNOWN = 512  # shapes whose views are kept: making them would cost more than a small call's own work
@@ -26,11 +26,12 @@ class Exchange:
         self.arenas, self.own, self.me, self.size, self.layout = arenas, own, me, len(arenas), layout
         self.reduce = Reducer()
         self._round = 0
-        self._progress = Counter(own, layout.progress)
         peers = [arena for peer, arena in enumerate(arenas) if arena is not None and peer != me]
-        self._progress_of = [Counter(arena, layout.progress) for arena in peers]
+        self._sleepers = Sleepers(_word(own, layout.sleeping), [_word(arena, layout.sleeping) for arena in peers])
+        self._progress = Counter(own, layout.progress, self._sleepers)
+        self._progress_of = [Counter(arena, layout.progress, self._sleepers) for arena in peers]
         first = arenas[0]
-        self.result = Counter(first, layout.result) if first is not None else None
+        self.result = Counter(first, layout.result, self._sleepers) if first is not None else None
         """The rounds whose result the first rank has put into its slot; None where that is on another host."""
         self._abort = _word(own, layout.abort)
         self._aborts = [_word(arena, layout.abort) for arena in peers]
@@ -38,6 +39,7 @@ class Exchange:
         self._offers = [
             [None if arena is None else _word(arena, layout.offer(parity)) for arena in arenas] for parity in (0, 1)
         ]
+        self._slot_starts = [layout.slot(slot) for slot in range(NUM_SLOTS)]
         self._work_space: torch.Tensor | None = None
         self._views: dict[tuple[int, torch.dtype], list[list[torch.Tensor]]] = {}
         self._num_piece_views = 0
@@ -67,6 +69,13 @@ class Exchange:
             if counter.words[0] < round_number:
                 return False
         return True
+
+    def counter(self, owner: int, offset: int, peer: int) -> Counter:
+        """One of this rank's counters that only a peer waits for, or of that peer's that only this rank waits for."""
+        arena, theirs = self.arenas[owner], self.arenas[peer]
+        assert arena is not None
+        assert theirs is not None
+        return Counter(arena, offset, self._sleepers.only(_word(theirs, self.layout.sleeping)))
 
     # Giving up.
 
@@ -100,6 +109,11 @@ class Exchange:
                 for slot in range(NUM_SLOTS)
             ]
         return views[round_number % NUM_SLOTS]
+
+    def own_slot(self, round_number: int, num_bytes: int) -> memoryview:
+        """The beginning of this rank's slot."""
+        start = self._slot_starts[round_number % NUM_SLOTS]
+        return self.own.memory[start : start + num_bytes]
 
     def show(self, tensor: torch.Tensor | None) -> None:
         """Tell the peers where this rank's tensor of the next round lies, if it has one and that is registered."""

@@ -72,11 +72,21 @@ class Lane:
                 self._driving.release()
         else:
             self._tasks.append(task)
+        self._kick_soon()
+        return task
+
+    def add_waiting(self, call: Call, steps: Steps) -> Task:
+        """Queue a short call of which is known that it has to wait."""
+        task = Task(self, call, steps)
+        self._tasks.append(task)
+        self._kick_soon()
+        return task
+
+    def _kick_soon(self) -> None:
+        """If nobody awaits the call before the loop turns to other things, the thread shall have it."""
         if not self._kick_is_due:
-            # If nobody awaits the call before the loop turns to other things, the thread shall have it.
             self._kick_is_due = True
             asyncio.get_running_loop().call_soon(self._kick)
-        return task
 
     @property
     def is_idle(self) -> bool:

@@ -25,6 +25,22 @@ class Member:
     pulse: Pulse | None
 
 
+class Channel:
+    """Calls that have one order, this rank's and its partners': the collectives, the sends to a peer, or the receives
+    from it."""
+
+    __slots__ = ("_room_until", "mine", "theirs")
+
+    def __init__(self, mine: Ring, theirs: Sequence[tuple[int, Ring]]) -> None:
+        self.mine, self.theirs, self._room_until = mine, theirs, 0
+
+    def has_room(self, number: int) -> bool:
+        """Whether every partner is near enough to compare the call with its own when it comes to it."""
+        if number >= self._room_until:  # asked seldom: the partners have gone on since
+            self._room_until = min((ring.room_until for _, ring in self.theirs), default=sys.maxsize)
+        return number < self._room_until
+
+
 class Ledger:
     """One group's calls, as far as shared memory shows them. Members stand in the order of group ranks."""
 
@@ -34,15 +50,20 @@ class Ledger:
         assert own is not None
         self._own = own
         self._seen = [(i, m) for i, m in enumerate(members) if i != me and m.page is not None]
-        self._room_until = 0
-        self._rings_of: dict[tuple[str, int | None], tuple[Ring, list[tuple[int, Ring]]]] = {}
-        self._collective_rings = own.collectives, [(i, m.page.collectives) for i, m in self._seen if m.page]
+        self._collectives = Channel(own.collectives, [(i, m.page.collectives) for i, m in self._seen if m.page])
+        self._pairs: dict[tuple[str, int | None], Channel] = {}
+
+    def channel(self, call: Call) -> Channel:
+        """Where a call stands in order."""
+        return self._collectives if call.kind not in POINT_TO_POINT else self._pair(call)
 
     def post(self, call: Call) -> None:
         """Write down a call; raises Mismatch where a peer has already called something else in its place."""
-        mine, theirs = self._collective_rings if call.kind not in POINT_TO_POINT else self._pair_rings(call)
-        word = mine.post(call.number, call.terms)
-        for index, ring in theirs:
+        self._post(call, self.channel(call))
+
+    def _post(self, call: Call, channel: Channel) -> None:
+        word = channel.mine.post(call.number, call.terms)
+        for index, ring in channel.theirs:
             other = ring.differs(call.number, word)
             if other is not None:
                 raise self.mismatch(call, index, other)
@@ -52,12 +73,12 @@ class Ledger:
         is this call's turn, the peers are near."""
         return steps if self.post_at_once(call) else self.post_first(call, steps)
 
-    def post_at_once(self, call: Call) -> bool:
+    def post_at_once(self, call: Call, channel: Channel | None = None) -> bool:
         """Write a call down, unless the board has no room, or an earlier call still waits for that."""
-        mine, _ = self._collective_rings if call.kind not in POINT_TO_POINT else self._pair_rings(call)
-        if mine.issued != call.number - 1 or not self.has_room(call):
+        channel = channel or self.channel(call)
+        if channel.mine.issued != call.number - 1 or not channel.has_room(call.number):
             return False
-        self.post(call)
+        self._post(call, channel)
         return True
 
     def post_first(self, call: Call, steps: Steps) -> Steps:
@@ -70,7 +91,7 @@ class Ledger:
         return mismatch(self._group_name, call, me, other, their_terms)
 
     def finished(self, call: Call) -> None:
-        (self._collective_rings if call.kind not in POINT_TO_POINT else self._pair_rings(call))[0].finish()
+        self.channel(call).mine.finish()
 
     def trouble(self, call: Call) -> CommunicationError | None:
         """Why `call` will never end: a peer gave the group up, died, or left without making the call."""
@@ -105,12 +126,7 @@ class Ledger:
         return None
 
     def has_room(self, call: Call) -> bool:
-        """Whether every partner is near enough to compare the call with its own when it comes to it."""
-        if call.kind in POINT_TO_POINT:
-            return all(ring.room_until > call.number for _, ring in self._pair_rings(call)[1])
-        if call.number >= self._room_until:  # asked seldom: the partners have gone on since
-            self._room_until = min((ring.room_until for _, ring in self._collective_rings[1]), default=sys.maxsize)
-        return call.number < self._room_until
+        return self.channel(call).has_room(call.number)
 
     def close(self, error: CommunicationError | None) -> None:
         self._own.close(error)
@@ -138,12 +154,12 @@ class Ledger:
         """The peers in shared memory that must make the call too."""
         return [(i, m) for i, m in self._seen if i == call.peer] if call.is_point_to_point else self._seen
 
-    def _pair_rings(self, call: Call) -> tuple[Ring, list[tuple[int, Ring]]]:
-        rings = self._rings_of.get((call.kind, call.peer))
-        if rings is None:
+    def _pair(self, call: Call) -> Channel:
+        found = self._pairs.get((call.kind, call.peer))
+        if found is None:
             theirs = [(index, self._theirs(call, index)) for index, _ in self._partners(call)]
-            rings = self._rings_of[call.kind, call.peer] = self._mine(call), theirs
-        return rings
+            found = self._pairs[call.kind, call.peer] = Channel(self._mine(call), theirs)
+        return found
 
     def _mine(self, call: Call) -> Ring:
         if not call.is_point_to_point:

@@ -6,6 +6,7 @@ exactly what the long one does, and leaves to that whatever is not the usual cas
 
 from __future__ import annotations
 
+import ctypes
 import time
 import weakref
 from collections.abc import Generator
@@ -49,8 +50,8 @@ class Repeated:
     """One kind of call on one tensor."""
 
     __slots__ = (
-        "_call", "_channel", "_data_ptr", "_dtype", "_group", "_num_bytes", "_op", "_quick", "_shape", "_strategy",
-        "_tensor", "_transport",
+        "_call", "_channel", "_data_ptr", "_dtype", "_group", "_num_bytes", "_op", "_order", "_quick", "_shape",
+        "_strategy", "_tensor", "_transport",
     )  # fmt: skip
 
     def __init__(
@@ -64,13 +65,15 @@ class Repeated:
     ) -> None:
         self._group, self._transport, self._quick = group, transport, quick
         self._op, self._strategy, self._channel = call.op, strategy, group._channel(call.kind, call.peer)
+        self._order = transport.order_of(call)
         known, key = group._repeated, (call.kind, call.peer, id(tensor))
         self._tensor = weakref.ref(tensor, lambda _: known.pop(key, None))  # or its memory would stay in use
         self._data_ptr, self._shape, self._num_bytes = tensor.data_ptr(), tensor.shape, tensor.nbytes
         self._dtype = tensor.dtype
         values = tensor.detach().view(-1)  # the user may ask for gradients of the tensor later on
         source, target = (values if side is not None else None for side in (call.source, call.target))
-        self._call = replace(call, source=source, target=target, timeout=group.timeout)
+        memory = memoryview((ctypes.c_char * tensor.nbytes).from_address(values.data_ptr())).cast("B")
+        self._call = replace(call, source=source, target=target, timeout=group.timeout, memory=memory)
 
     def is_for(self, tensor: torch.Tensor, op: str | None, strategy: str | None) -> bool:
         """Whether this is still that tensor, as it was."""
@@ -92,21 +95,21 @@ class Repeated:
         began = time.monotonic()
         call.number = group._numbers[self._channel] + 1
         try:
-            if not self._transport.post_at_once(call):
+            if not self._transport.post_at_once(call, self._order):
                 return None
         except CommunicationError as refused:
             group._numbers[self._channel] = call.number
-            work = Work(group, replace(call), tensor, None, began)
+            work = Work(group, call.copy(), tensor, None, began)
             group._fail(work, refused)
             return work
         group._numbers[self._channel] = call.number
         left = quick.begin(call)
         if left is not None:
-            under_way = replace(call)  # this one's number shall not change
-            work = Work(group, under_way, tensor, None, began, quick.lane.add(under_way, left, is_short=True))
+            under_way = call.copy()  # this one's number shall not change
+            work = Work(group, under_way, tensor, None, began, quick.lane.add_waiting(under_way, left))
             group._under_way.add(work)
             return work
-        self._transport.finished(call)
+        self._order.mine.finish()
         if group._recorder is not None:
             seconds = time.monotonic() - began
             group._recorder.record(

@@ -47,7 +47,10 @@ class FlatAllReduce:
         self._reads_result = exchange.size > 2 and exchange.me != 0
         self._target = target if target.dim() == 1 else target.view(-1)
         self._slots = exchange.slots(exchange.next_round, target.numel(), target.dtype)
-        self._slots[exchange.me].copy_(self._target)
+        if call.memory is not None:
+            exchange.own_slot(exchange.next_round, len(call.memory))[:] = call.memory
+        else:
+            self._slots[exchange.me].copy_(self._target)
         self._round = exchange.arrive()
 
     def at_once(self) -> bool:

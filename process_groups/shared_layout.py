@@ -36,6 +36,11 @@ class GroupLayout:
         """The latest round whose result the owner has put into its slot for all."""
         return self.start + 4 * _LINE
 
+    @property
+    def sleeping(self) -> int:
+        """How many threads of the owner may be asleep."""
+        return self.start + 5 * _LINE
+
     def offer(self, round_number: int) -> int:
         """Where the owner's registered buffer of that round lies, plus 1; 0 when it has none."""
         return self.start + (2 + round_number % 2) * _LINE
@@ -57,7 +62,7 @@ class GroupLayout:
         return self._of_peer(3, peer) + packet % NUM_PACKETS * 16
 
     def _of_peer(self, kind: int, peer: int) -> int:
-        return self.start + (5 + kind * self.size + peer) * _LINE
+        return self.start + (6 + kind * self.size + peer) * _LINE
 
     def slot(self, round_number: int) -> int:
         """The staging slot of a round."""
@@ -73,7 +78,7 @@ class GroupLayout:
 
     @staticmethod
     def _control_size(size: int) -> int:
-        return -(-(5 + 4 * size) * _LINE // _PAGE) * _PAGE
+        return -(-(6 + 4 * size) * _LINE // _PAGE) * _PAGE
 
 
 def lay_out(group_sizes: Sequence[int]) -> list[GroupLayout]:

@@ -45,11 +45,11 @@ class SharedMemoryTransport:
         self._name_of_group = group_name
         self._ledger = ledger = Ledger(group_name, members, me)
         self.trouble, self.culprit, self.finished = ledger.trouble, ledger.culprit, ledger.finished
-        self.post_at_once = ledger.post_at_once
+        self.post_at_once, self.order_of = ledger.post_at_once, ledger.channel
         self._exchange = Exchange(arenas, me, layout)
         self._patience = patience(num_ranks_here)
         self._collectives = self._make_lane("collectives")
-        self._packets = Packets(arenas, me, layout, self._make_lane)
+        self._packets = Packets(self._exchange, self._make_lane)
         self._links = {peer: SharedLink(self._exchange, peer) for peer in range(len(arenas)) if peer != me}
         self._adaptive = Adaptive(self._steps, self._scratch, me, layout_of(self.name, (0,) * len(arenas)), pinned)
         self._has_given_up = False
@@ -68,7 +68,7 @@ class SharedMemoryTransport:
         quick = self.quick(call)
         if quick is not None and quick.is_next():
             left = quick.begin(call)
-            return ENDED if left is None else quick.lane.add(call, left, is_short=True)
+            return ENDED if left is None else quick.lane.add_waiting(call, left)
         lane, steps = self._lane_and_steps(call)
         return lane.add(call, steps, is_short(call) and (call.strategy != "adaptive" or self._adaptive.is_ready))
 

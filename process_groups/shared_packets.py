@@ -1,6 +1,6 @@
 """Sends and receives through shared memory: packets in the sender's arena, which the receiver reads.
 
-A registered tensor above 32 KiB is one packet that only says where it lies. Everything else is copied into packets; a
+A registered tensor above 64 KiB is one packet that only says where it lies. Everything else is copied into packets; a
 send whose packets all found room has ended, whether or not the receiver has come.
 """
 
@@ -11,36 +11,29 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from process_groups.arena import Mapping
+from process_groups.exchange import Exchange
 from process_groups.lane import Lane, Quick, Steps
-from process_groups.shared_layout import NUM_PACKETS, PACKET, GroupLayout
-from process_groups.signals import Abandoned, Counter
+from process_groups.shared_layout import NUM_PACKETS, PACKET
+from process_groups.signals import Abandoned
 from process_groups.transport import Call
 
 _HEADER = struct.Struct("<QQ")
-_WORTH_SHOWING = (
-    32 << 10
-)  # bytes: a registered tensor from here up is read where it lies, and the sender waits for that
+_WORTH_SHOWING = 64 << 10  # bytes: a larger registered tensor is read where it lies, and the sender waits for that
 _MOST_KNOWN = 256  # sizes whose views are kept
 
 
 class _Pair:
     """The packets from one rank to another, as one of the two sees them."""
 
-    def __init__(
-        self,
-        layout: GroupLayout,
-        sender: Mapping,
-        receiver: Mapping,
-        source: int,
-        target: int,
-        is_abandoned: Callable[[], bool],
-    ) -> None:
-        self._sender, self._memory, self._is_abandoned = sender, sender.memory, is_abandoned
+    def __init__(self, exchange: Exchange, source: int, target: int) -> None:
+        layout, sender = exchange.layout, exchange.arenas[source]
+        assert sender is not None
+        peer = target if source == exchange.me else source
+        self._sender, self._memory, self._is_abandoned = sender, sender.memory, exchange.is_abandoned
         self._headers = [layout.header(target, number) for number in range(NUM_PACKETS)]
         self._places = [layout.packet(target, number) for number in range(NUM_PACKETS)]
-        self.sent = Counter(sender, layout.sent(target))
-        self.consumed = Counter(receiver, layout.consumed(source))
+        self.sent = exchange.counter(source, layout.sent(target), peer)
+        self.consumed = exchange.counter(target, layout.consumed(source), peer)
         self.number = 0
         """Packets so far."""
         self._views: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
@@ -74,8 +67,12 @@ class Outbox(_Pair):
         assert source is not None
         if not 0 < source.nbytes <= _WORTH_SHOWING or self.consumed.words[0] <= self.number - NUM_PACKETS:
             return False
-        source = source if source.dim() == 1 else source.view(-1)
-        self._packet(source.numel(), source.dtype).copy_(source)
+        if call.memory is not None:
+            place = self._places[self.number % NUM_PACKETS]
+            self._memory[place : place + source.nbytes] = call.memory
+        else:
+            source = source if source.dim() == 1 else source.view(-1)
+            self._packet(source.numel(), source.dtype).copy_(source)
         self.number += 1
         self.sent.store(self.number)
         return True
@@ -113,29 +110,35 @@ class Inbox(_Pair):
         target = call.target
         assert target is not None
         target = target if target.dim() == 1 else target.view(-1)
-        return self._take(target) if target.nbytes <= _WORTH_SHOWING else self._take_all(target.view(torch.uint8))
+        if target.nbytes <= _WORTH_SHOWING:
+            return self._take(target, call.memory)
+        return self._take_all(target.view(torch.uint8))
 
     def at_once(self, call: Call) -> bool:
         target = call.target
         assert target is not None
         if not 0 < target.nbytes <= _WORTH_SHOWING or self.sent.words[0] <= self.number:
             return False
-        target = target if target.dim() == 1 else target.view(-1)
-        target.copy_(self._packet(target.numel(), target.dtype))
-        self.number += 1
-        self.consumed.store(self.number)
+        self._take_one(target if target.dim() == 1 else target.view(-1), call.memory)
         return True
 
     def begin(self, call: Call) -> Steps | None:
         return None if self.at_once(call) else self.receive(call)
 
-    def _take(self, target: torch.Tensor) -> Steps:
+    def _take(self, target: torch.Tensor, memory: memoryview | None) -> Steps:
         """One packet, which needs no header: both ends know its size."""
         if target.numel() == 0:
             return
         if self.sent.value <= self.number:
             yield self.sent, self.number + 1
-        target.copy_(self._packet(target.numel(), target.dtype))
+        self._take_one(target, memory)
+
+    def _take_one(self, target: torch.Tensor, memory: memoryview | None) -> None:
+        if memory is not None:
+            place = self._places[self.number % NUM_PACKETS]
+            memory[:] = self._memory[place : place + len(memory)]
+        else:
+            target.copy_(self._packet(target.numel(), target.dtype))
         self.number += 1
         self.consumed.store(self.number)
 
@@ -159,15 +162,13 @@ class Inbox(_Pair):
 class Packets:
     """All sends and receives between this rank and those of its group that share its memory."""
 
-    def __init__(
-        self, arenas: Sequence[Mapping | None], me: int, layout: GroupLayout, make_lane: Callable[[str], Lane]
-    ) -> None:
-        self._arenas, self._me, self._layout, self._make_lane = arenas, me, layout, make_lane
+    def __init__(self, exchange: Exchange, make_lane: Callable[[str], Lane]) -> None:
+        self._exchange, self._make_lane = exchange, make_lane
         self._boxes: dict[tuple[str, int], tuple[Lane, Outbox | Inbox]] = {}
 
     def reaches(self, peer: int | None) -> bool:
         """Whether a peer shares this rank's memory."""
-        return peer is not None and self._arenas[peer] is not None
+        return peer is not None and self._exchange.arenas[peer] is not None
 
     def quick(self, call: Call) -> Quick | None:
         """How a small send or receive is carried out at once."""
@@ -186,15 +187,8 @@ class Packets:
         return lane, box.send(call) if isinstance(box, Outbox) else box.receive(call)
 
     def _open(self, kind: str, peer: int) -> tuple[Lane, Outbox | Inbox]:
-        mine, theirs = self._arenas[self._me], self._arenas[peer]
-        assert mine is not None
-        assert theirs is not None
-        lane = self._make_lane(f"{kind}-{peer}")
-        box = (
-            Outbox(self._layout, mine, theirs, self._me, peer, lane.is_abandoned)
-            if kind == "send"
-            else Inbox(self._layout, theirs, mine, peer, self._me, lane.is_abandoned)
-        )
+        lane, me = self._make_lane(f"{kind}-{peer}"), self._exchange.me
+        box = Outbox(self._exchange, me, peer) if kind == "send" else Inbox(self._exchange, peer, me)
         self._boxes[kind, peer] = lane, box
         return self._boxes[kind, peer]
 

@@ -2,6 +2,10 @@
 
 A counter has one writer, which stores the new value and wakes whoever sleeps on it; nobody is elected to wake the
 others, so no wake-up is lost. A sleeper looks again now and then all the same, for a dead writer wakes nobody.
+
+Waking costs a system call, so a rank says that it sleeps before it looks for the last time, and a writer stores the
+value before it looks who sleeps. Both have to happen in that order in memory too: the kernel sees to it for the
+sleeper, a lock for the writer.
 """
 
 from __future__ import annotations
@@ -9,8 +13,10 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import NamedTuple
 
 from process_groups.arena import Mapping
@@ -22,6 +28,7 @@ _MACHINE = platform.machine()
 _FUTEX = _NUMBERS.get(_MACHINE)
 _LONGEST_SLEEP = 0.05  # seconds, then whether the group was given up
 CAN_WAIT = _FUTEX is not None
+_LOCKS_ARE_FENCES = _MACHINE == "x86_64"  # a locked instruction there orders all that comes before and after it
 
 
 class Patience(NamedTuple):
@@ -48,6 +55,30 @@ _syscall = ctypes.CDLL(None, use_errno=True).syscall
 _longest_sleep = _Timespec(0, int(_LONGEST_SLEEP * 1e9))
 
 
+class Sleepers:
+    """How many threads of each rank of a group may be asleep: a word a rank, written by that rank alone."""
+
+    def __init__(self, mine: memoryview, theirs: Sequence[memoryview]) -> None:
+        self._mine, self.theirs = mine, theirs
+        self._counting = threading.Lock()
+
+    def only(self, theirs: memoryview) -> Sleepers:
+        """For a counter that one peer waits for."""
+        found = Sleepers(self._mine, (theirs,))
+        found._counting = self._counting
+        return found
+
+    def __enter__(self) -> None:
+        with self._counting:
+            self._mine[0] += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._counting:
+            self._mine[0] -= 1
+
+
 class Abandoned(Exception):
     """The group was given up while a call waited."""
 
@@ -55,9 +86,10 @@ class Abandoned(Exception):
 class Counter:
     """One 64-bit word of an arena."""
 
-    __slots__ = ("_address", "words")
+    __slots__ = ("_address", "_fence", "_sleepers", "words")
 
-    def __init__(self, mapping: Mapping, offset: int) -> None:
+    def __init__(self, mapping: Mapping, offset: int, sleepers: Sleepers) -> None:
+        self._sleepers, self._fence = sleepers, threading.Lock()
         self.words = mapping.memory[offset : offset + 8].cast("Q")
         """Its value, for those who look often."""
         self._address = ctypes.c_void_p(mapping.address + offset)  # little-endian: its low half is the futex
@@ -69,7 +101,12 @@ class Counter:
     def store(self, value: int) -> None:
         """For its one writer."""
         self.words[0] = value
-        _syscall(_FUTEX, self._address, _WAKE, _EVERYBODY, None, None, 0)
+        with self._fence:  # never contended
+            pass
+        for sleeping in self._sleepers.theirs:
+            if sleeping[0] or not _LOCKS_ARE_FENCES:
+                self.wake()
+                return
 
     def wake(self) -> None:
         """Have those who sleep on it look around."""
@@ -96,5 +133,6 @@ class Counter:
             if left <= 0:
                 return False
             limit = _longest_sleep if left > _LONGEST_SLEEP else _Timespec(0, int(left * 1e9))
-            _syscall(_FUTEX, self._address, _WAIT, ctypes.c_uint(value & _MASK), ctypes.byref(limit), None, 0)
+            with self._sleepers:
+                _syscall(_FUTEX, self._address, _WAIT, ctypes.c_uint(value & _MASK), ctypes.byref(limit), None, 0)
         return True

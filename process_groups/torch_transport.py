@@ -97,7 +97,7 @@ class TorchTransport:
         self._threads_of: dict[tuple[str, Channel], DaemonThreads] = {}
         self._num_later = 0
         self._counting = threading.Lock()
-        self._packets = Packets(exchange.arenas, me, exchange.layout, self._make_lane) if exchange is not None else None
+        self._packets = Packets(exchange, self._make_lane) if exchange is not None else None
         self._adaptive = Adaptive(self._steps, self._scratch, me, layout_of(kind, hosts), pinned)
         self._links = {peer: self._link(peer) for peer in range(len(members)) if peer != me}
 

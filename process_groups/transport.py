@@ -65,6 +65,16 @@ class Call:
     carried_out_by: str | None = None
     """The strategy that `adaptive` chose."""
 
+    memory: memoryview | None = None
+    """The bytes of the one tensor of a small call, where they are at hand: copying them so saves a microsecond."""
+
+    def copy(self) -> Call:
+        """What dataclasses.replace gives, but it takes four times as long."""
+        return Call(
+            self.kind, self.source, self.target, self.op, self.peer,
+            self.timeout, self.number, self.terms, self.strategy, self.carried_out_by, self.memory,
+        )  # fmt: skip
+
     @property
     def is_point_to_point(self) -> bool:
         return self.kind in POINT_TO_POINT

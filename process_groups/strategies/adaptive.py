@@ -1,7 +1,7 @@
 """Chooses how an all-reduce of a given size is carried out: measured, agreed by all ranks, refined by real calls.
 
 Everything here happens inside the calls themselves, in their order, so that all ranks choose alike: the first
-adaptive call of a group measures, and every 64th of a size class compares notes.
+adaptive call of a group measures, and every 512th of a size class compares notes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SIZES = (12, 16, 20, 24)  # measured classes: 4 KiB, 64 KiB, 1 MiB, 16 MiB
 _REPEATS = 5
 _BUDGET = 1.0  # seconds that a size may be expected to take; one that takes longer is measured less often, or not
 _HOPELESS = 4.0  # times slower than the best: not measured at larger sizes
-_PERIOD = 64  # calls of a size class between two comparisons
+_PERIOD = 512  # calls of a size class between two comparisons
 _NUM_TIMED = 8  # the last calls of a period, which are timed
 _WORTH_A_TRY = 2.0  # times slower than the best, and still tried once a period: things change
 _CLEARLY = 0.9  # a change needs a gain of 10 %, or noise would decide

@@ -9,7 +9,6 @@ import torch
 
 from process_groups.exchange import Exchange
 from process_groups.lane import Steps, Wait
-from process_groups.signals import Counter
 from process_groups.strategies.arithmetic import combine, finish, wide_dtype
 from process_groups.strategies.program import Program, Transfer
 from process_groups.transport import Call
@@ -43,8 +42,8 @@ class SharedLink:
         layout, arena = exchange.layout, exchange.arenas[peer]
         assert arena is not None
         self._exchange, self._peer, self._arena = exchange, peer, arena
-        self._mine = Counter(exchange.own, layout.announced(peer))
-        self._theirs = Counter(arena, layout.announced(exchange.me))
+        self._mine = exchange.counter(exchange.me, layout.announced(peer), peer)
+        self._theirs = exchange.counter(peer, layout.announced(exchange.me), peer)
         self._num_sent = self._num_received = 0
         self._values: torch.Tensor | None = None
 

@@ -16,7 +16,7 @@ import torch
 
 from process_groups.arena import Arena
 from process_groups.lane import Lane, Steps, is_short
-from process_groups.signals import Abandoned, Counter, Patience
+from process_groups.signals import Abandoned, Counter, Patience, Sleepers
 from process_groups.transport import Call
 from runtime.errors import CommunicationError, GroupClosed, PeerLost
 from tests.processes import SECONDS
@@ -29,7 +29,8 @@ class Lanes:
 
     def __init__(self) -> None:
         self.arena = Arena(4096, 2)
-        self.counter = Counter(self.arena, 64)
+        self._sleeping = self.arena.memory[128:136].cast("Q")
+        self.counter = Counter(self.arena, 64, Sleepers(self._sleeping, [self._sleeping]))
         self.is_given_up = False
         self.thread = f"test-lane-{next(_numbers)}"
         self.lane = Lane(self.thread, Patience(0, 0), lambda: self.is_given_up, self._explain)

@@ -28,7 +28,7 @@ from process_groups.shared_layout import NUM_PACKETS, PACKET, lay_out
 from process_groups.shared_memory import SharedMemoryTransport
 from process_groups.shared_packets import Packets
 from process_groups.signals import Abandoned, Patience
-from process_groups.strategies import measurements
+from process_groups.strategies import adaptive, measurements
 from process_groups.strategies.execute import SharedLink, all_reduce_steps
 from process_groups.strategies.programs import program_of
 from process_groups.transport import Call, Place
@@ -38,7 +38,7 @@ from tests.processes import SECONDS
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 STRATEGIES = ("ring", "tree", "hierarchical")
 SMALL, MIDDLE, LARGE = 60, 1200, 36_000  # floats: one round, two rounds, three chunks; all can be cut for 2 to 6 ranks
-COPIED = 32 << 10  # bytes: what is sent with no more than these is always copied, and without a header
+COPIED = 64 << 10  # bytes: what is sent with no more than these is always copied, and without a header
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +58,7 @@ class Rank:
         self.arena, self.mapped, self.me, self.size, self.layout = arenas[me], mapped, me, len(arenas), layout
         self.exchange = Exchange(mapped, me, layout)
         self.packets = Packets(
-            mapped,
-            me,
-            layout,
+            self.exchange,
             lambda name: Lane(name, Patience(0, 0), self.exchange.is_abandoned, lambda _: GroupClosed("given up")),
         )
         self._links = {peer: SharedLink(self.exchange, peer) for peer in range(self.size) if peer != me}
@@ -844,6 +842,7 @@ async def test_an_all_reduce_of_nothing_needs_nobody(pair):
 
 async def test_adaptive_calls_that_are_default_are_done_at_once(pair, monkeypatch):
     monkeypatch.setattr(measurements, "load", lambda *_: {12: [1e-9, 1.0, 1.0, 1.0]})
+    monkeypatch.setattr(adaptive, "_PERIOD", 64)
     tensors = [torch.ones(5) for _ in range(2)]
     await until_ended(*(pair.all_reduce(me, tensors[me], "adaptive") for me in range(2)))  # finds its rows
     async with asyncio.timeout(SECONDS):

@@ -11,12 +11,18 @@ from collections.abc import Callable
 import pytest
 
 from process_groups import signals
-from process_groups.arena import Arena, open_peer
-from process_groups.signals import Abandoned, Counter, Patience, patience
+from process_groups.arena import Arena, Mapping, open_peer
+from process_groups.signals import Abandoned, Counter, Patience, Sleepers, patience
 from tests.processes import SECONDS
 
 PLACE = 64
 ASLEEP = Patience(looks=0, turns=0)
+
+
+def counter(mapping: Mapping, offset: int, mine: int = 192, theirs: int = 192) -> Counter:
+    """With the places of the words that say who sleeps. One rank that is its own peer needs but one."""
+    words = [mapping.memory[place : place + 8].cast("Q") for place in (mine, theirs)]
+    return Counter(mapping, offset, Sleepers(words[0], words[1:]))
 
 
 @pytest.fixture
@@ -24,7 +30,7 @@ def counters():
     """The same counter as its owner sees it and as a peer does."""
     arena = Arena(4096, 2)
     peer = open_peer(arena.address_for_peers)
-    yield Counter(arena, PLACE), Counter(peer, PLACE)
+    yield counter(arena, PLACE), counter(peer, PLACE)
     arena.close()
 
 
@@ -120,10 +126,32 @@ def test_no_wake_up_is_lost(nobody_looks_again):
             mine.store(number)
         return True
 
-    one = Waiter(lambda: lead(Counter(arena, 64), Counter(peer, 128)))
-    other = Waiter(lambda: follow(Counter(arena, 128), Counter(peer, 64)))
+    first, second = {"mine": 192, "theirs": 256}, {"mine": 256, "theirs": 192}
+    one = Waiter(lambda: lead(counter(arena, 64, **first), counter(peer, 128, **first)))
+    other = Waiter(lambda: follow(counter(arena, 128, **second), counter(peer, 64, **second)))
     assert (one.result(), other.result()) == (True, True)
     arena.close()
+
+
+def test_nobody_is_woken_who_does_not_sleep(counters, monkeypatch):
+    mine, theirs = counters
+    calls = []
+    monkeypatch.setattr(signals, "_syscall", lambda *args: calls.append(args[2]))
+    mine.store(1)
+    assert calls == []
+    with theirs._sleepers, theirs._sleepers:
+        mine.store(2)
+        assert calls == [signals._WAKE]
+    mine.store(3)
+    assert calls == [signals._WAKE]
+
+
+def test_where_a_lock_is_no_fence_all_are_woken(counters, monkeypatch):
+    calls = []
+    monkeypatch.setattr(signals, "_LOCKS_ARE_FENCES", False)
+    monkeypatch.setattr(signals, "_syscall", lambda *args: calls.append(args[2]))
+    counters[0].store(1)
+    assert calls == [signals._WAKE]
 
 
 def test_waiting_beyond_what_a_futex_counts(counters, nobody_looks_again):
