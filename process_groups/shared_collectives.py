@@ -14,8 +14,8 @@ import torch
 
 from process_groups.exchange import Exchange
 from process_groups.lane import Steps
-from process_groups.reduction import part, pieces
-from process_groups.shared_layout import CHUNK
+from process_groups.reduction import PIECE, part, pieces
+from process_groups.shared_layout import CHUNK, NUM_SLOTS
 from process_groups.transport import Call
 
 FLAT = 64 << 10  # bytes: up to here one round costs less than two, though it does not share the work
@@ -138,46 +138,48 @@ def _all_reduce_staged(exchange: Exchange, call: Call) -> Steps:
     reduce         c0       c1       c2     this rank's part, and into its slot for the others
     read                    c0       c1 …   from each other rank's slot its part
     """
-    target, op = call.target, call.op
-    assert target is not None
-    assert op is not None
-    target = target.view(-1)
-    step = CHUNK // target.element_size()
-    chunks = [target[a : a + step] for a in range(0, target.numel(), step)]
-    reduced: tuple[torch.Tensor, list[torch.Tensor]] | None = None
-    for chunk in [*chunks, None]:
-        slots = [] if chunk is None else exchange.slots(exchange.next_round, chunk.numel(), chunk.dtype)
-        if chunk is not None:
-            _put_in(exchange, chunk, slots)
+    assert call.target is not None
+    assert call.op is not None
+    chunk_bytes = min(CHUNK, exchange.size * PIECE)  # so that a part is at most a piece
+    reduced: _StagedChunk | None = None
+    for values in [*call.target.view(-1).split(chunk_bytes // call.target.element_size()), None]:
+        chunk = None if values is None else _StagedChunk(exchange, values)
         yield from exchange.everybody(exchange.arrive())
         exchange.check()
         if reduced is not None:
-            _read_out(exchange, *reduced)
+            reduced.read_out()
         if chunk is not None:
-            _reduce_own_part(exchange, chunk, slots, op)
-            reduced = chunk, slots
+            chunk.reduce_own_part(call.op)
+            reduced = chunk
 
 
-def _put_in(exchange: Exchange, chunk: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
-    a, b = part(chunk.numel(), exchange.me, exchange.size)
-    slot = slots[exchange.me]
-    slot[:a].copy_(chunk[:a])
-    slot[b:].copy_(chunk[b:])
+class _StagedChunk:
+    """A chunk of this rank's tensor on its way through the slots of a round, in parts: one for each rank to reduce."""
 
+    def __init__(self, exchange: Exchange, values: torch.Tensor) -> None:
+        """Put it in."""
+        self._exchange, numel, dtype = exchange, values.numel(), values.dtype
+        cuts = [part(numel, rank, exchange.size)[1] for rank in range(exchange.size - 1)]
+        self._parts = values.tensor_split(cuts)
+        slots = exchange.slots(exchange.next_round, numel, dtype)
+        self._staged = exchange.remembered(
+            (numel, dtype, exchange.next_round % NUM_SLOTS), lambda: [list(slot.tensor_split(cuts)) for slot in slots]
+        )
+        for peer, staged in enumerate(self._staged[exchange.me]):
+            if peer != exchange.me:
+                staged.copy_(self._parts[peer])
 
-def _reduce_own_part(exchange: Exchange, chunk: torch.Tensor, slots: Sequence[torch.Tensor], op: str) -> None:
-    me = exchange.me
-    sources = [chunk if rank == me else slot for rank, slot in enumerate(slots)]
-    for a, b in pieces(*part(chunk.numel(), me, exchange.size), chunk.element_size()):
-        exchange.reduce(chunk[a:b], [source[a:b] for source in sources], op)
-        slots[me][a:b].copy_(chunk[a:b])
+    def reduce_own_part(self, op: str) -> None:
+        me = self._exchange.me
+        own = self._parts[me]
+        inputs = [own if rank == me else staged[me] for rank, staged in enumerate(self._staged)]
+        self._exchange.reduce(own, inputs, op)
+        self._staged[me][me].copy_(own)
 
-
-def _read_out(exchange: Exchange, chunk: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
-    for peer, slot in enumerate(slots):
-        if peer != exchange.me:
-            a, b = part(chunk.numel(), peer, exchange.size)
-            chunk[a:b].copy_(slot[a:b])
+    def read_out(self) -> None:
+        for peer, staged in enumerate(self._staged):
+            if peer != self._exchange.me:
+                self._parts[peer].copy_(staged[peer])
 
 
 # The other collectives: each rank shows its source, and takes what it needs from the others'.
