@@ -1,0 +1,1 @@
+"""Pipeline schedules: one action table for each, and everything reads it."""

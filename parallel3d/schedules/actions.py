@@ -1,0 +1,76 @@
+"""What a rank does at one place of a schedule: a stage, a kind and a microbatch, written as users know it (`2F0`)."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import NamedTuple
+
+from runtime.errors import InvalidCall
+
+
+class Kind(StrEnum):
+    """What is done."""
+
+    F = "F"
+    """Forward."""
+    B = "B"
+    """The whole backward."""
+    I = "I"  # noqa: E741  # the name that users know
+    """The backward's input part: the gradient that the stage before waits for."""
+    W = "W"
+    """The backward's weight part, which nobody waits for."""
+    SEND_F = "SEND_F"
+    """Give the stage's output to the next stage."""
+    RECV_F = "RECV_F"
+    """Have the stage's input from the stage before."""
+    SEND_B = "SEND_B"
+    """Give the gradient of the stage's input to the stage before."""
+    RECV_B = "RECV_B"
+    """Have the gradient of the stage's output from the next stage."""
+    REDUCE_GRAD = "REDUCE_GRAD"
+    """Reduce the stage's gradients over the replicas; once, after its last backward."""
+
+
+COMPUTE = frozenset((Kind.F, Kind.B, Kind.I, Kind.W))
+BACKWARD_FIRST = frozenset((Kind.B, Kind.I))
+"""Those that give the stage before what it waits for."""
+
+
+class Action(NamedTuple):
+    """One cell of a table."""
+
+    stage: int
+    kind: Kind
+    microbatch: int | None = None
+    """None for REDUCE_GRAD only."""
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
+
+    @property
+    def is_compute(self) -> bool:
+        return self.kind in COMPUTE
+
+
+_KINDS = "|".join(sorted(Kind, key=len, reverse=True))
+_ACTION = re.compile(rf"(\d+)({_KINDS})(\d*)")
+_OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+def parse_actions(text: str) -> tuple[Action, ...]:
+    """The actions of one cell: one, or the two of an overlapped pair such as `(0F3;0B1)OVERLAP_F_B`."""
+    text = text.strip()
+    pair = _OVERLAPPED.fullmatch(text)
+    return tuple(_parse(part) for part in (pair.group(1).split(";") if pair else [text]))
+
+
+def _parse(text: str) -> Action:
+    found = _ACTION.fullmatch(text.strip())
+    if found is None or (found.group(2) == Kind.REDUCE_GRAD) != (found.group(3) == ""):
+        raise InvalidCall(
+            f"{text!r} is no action: write a stage, one of {', '.join(Kind)}, and a microbatch, such as 2F0; "
+            "REDUCE_GRAD has no microbatch."
+        )
+    stage, kind, microbatch = found.groups()
+    return Action(int(stage), Kind(kind), int(microbatch) if microbatch else None)
