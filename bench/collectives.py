@@ -2,9 +2,9 @@
 
 python bench/collectives.py [--json] [--quick]
 
-Above 1 is in our favour. "registered" is the default strategy on a tensor of `group.empty`, "staged" the same on a
-plain torch tensor; adaptive stands beside the best single strategy of the size. --json prints the ratios and the
-whole result of the command.
+Above 1 is in our favour. "registered" is the default strategy on a tensor of `group.empty`, "shared" the same with one
+result for all ranks, "staged" the default strategy on a plain torch tensor; adaptive stands beside the best single
+strategy of the size. --json prints the ratios and the whole result of the command.
 """
 
 from __future__ import annotations
@@ -25,12 +25,22 @@ COLUMNS = (
     "registered_gloo",
     "registered_mpi",
     "memory_limit",
+    "shared_gloo",
     "staged_gloo",
     "adaptive_best",
     "send_gloo",
     "send_staged_gloo",
 )
-HEADS = ("/ gloo", "/ mpi", "of limit", "staged / gloo", "adaptive / best", "send / gloo", "send staged / gloo")
+HEADS = (
+    "/ gloo",
+    "/ mpi",
+    "of limit",
+    "shared / gloo",
+    "staged / gloo",
+    "adaptive / best",
+    "send / gloo",
+    "send staged / gloo",
+)
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -43,7 +53,7 @@ def run(quick: bool) -> dict[str, Any]:
 
 def adaptive_over_best(contestants: Mapping[str, Any]) -> float | None:
     """How many times as fast as the best single strategy; None where there is no choice."""
-    ours = set(contestants) - {"adaptive", "staged", "gloo", "mpi", "memory limit"}
+    ours = set(contestants) - {"adaptive", "shared", "staged", "gloo", "mpi", "memory limit"}
     if "adaptive" not in contestants:
         return None
     best = contestants[min(ours, key=lambda name: contestants[name]["seconds"])]["rounds"]
@@ -62,6 +72,7 @@ def ratios_of_size(reduced: Mapping[str, Any], sent: Mapping[str, Any]) -> dict[
         "registered_gloo": reducers["default"]["times_gloo"],
         "registered_mpi": reducers["default"]["times_mpi"],
         "memory_limit": reducers["default"]["share_of_memory_limit"],
+        "shared_gloo": reducers["shared"]["times_gloo"],
         "staged_gloo": reducers["staged"]["times_gloo"],
         "adaptive_best": adaptive_over_best(reducers),
         "send_gloo": senders["registered"]["times_gloo"],

@@ -24,12 +24,16 @@ from pathlib import Path
 import torch
 
 NONCE = 16
-_PAGE = 4096
+PAGE = 4096
 _LINE = 64  # bytes of a cache line: buffers never share one
 _GIVE_BACK = 1 << 20  # a freed block from this size up returns its pages to the system
 _MOST_ADDRESSES = 16 << 40  # of the 128 TiB that a process has, for the arenas of all ranks together
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+_libc.mremap.restype = ctypes.c_void_p
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
+_FAILED = ctypes.c_void_p(-1).value
 
 
 class ArenaUnavailable(Exception):
@@ -73,6 +77,22 @@ def open_peer(address: str) -> Mapping | None:
         os.close(fd)
 
 
+def join(parts: Sequence[tuple[Mapping, int, int]]) -> torch.Tensor:
+    """Ranges (start, stop) of whole pages in several arenas, as if they lay in a row: bytes that nobody copies."""
+    region = mmap.mmap(-1, sum(stop - start for _, start, stop in parts))  # addresses; unmapped with the last tensor
+    joined = torch.frombuffer(region, dtype=torch.uint8)
+    place = joined.data_ptr()
+    for mapping, start, stop in parts:
+        # Of length 0, a shared mapping is not moved but mapped a second time.
+        found = _libc.mremap(
+            mapping.address + start, 0, stop - start, _MREMAP_MAYMOVE | _MREMAP_FIXED, ctypes.c_void_p(place)
+        )
+        if found == _FAILED:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        place += stop - start
+    return joined
+
+
 class Arena(Mapping):
     """This rank's own memory. `reserved` bytes at its beginning are laid out by others; the rest is handed out."""
 
@@ -90,7 +110,7 @@ class Arena(Mapping):
         self.address_for_peers = f"{os.getpid()}/{fd}/{nonce.hex()}"
         self._fd, self._pid = fd, os.getpid()
         self._lock = threading.Lock()
-        self._free = [(_round_up(reserved, _PAGE), size)]
+        self._free = [(_round_up(reserved, PAGE), size)]
         """Free ranges (start, stop) in order."""
         self._returned: deque[tuple[int, int]] = deque()
         """Ranges that are not in use any more, and not among the free ones yet."""
@@ -102,7 +122,7 @@ class Arena(Mapping):
         num_bytes = prod(shape) * dtype.itemsize
         if num_bytes == 0 or min(shape, default=0) < 0:  # torch says what is wrong with a negative size
             return torch.empty(tuple(shape), dtype=dtype)
-        size = _round_up(num_bytes, _PAGE if num_bytes >= _PAGE else _LINE)
+        size = _round_up(num_bytes, PAGE if num_bytes >= PAGE else _LINE)
         if size >= _GIVE_BACK and size > available_memory():
             return None
         start = self._allocate(size)
@@ -176,7 +196,7 @@ def _round_up(value: int, step: int) -> int:
 def _virtual_size(num_ranks: int) -> int:
     """All memory of this host, as far as every rank can map every other's."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return _round_up(min(memory, _MOST_ADDRESSES // num_ranks), _PAGE)
+    return _round_up(min(memory, _MOST_ADDRESSES // num_ranks), PAGE)
 
 
 def available_memory() -> int:

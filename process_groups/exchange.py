@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from process_groups.arena import Arena, Mapping
+from process_groups.arena import PAGE, Arena, Mapping, join
 from process_groups.lane import Steps
 from process_groups.reduction import Reducer
 from process_groups.shared_layout import NUM_SLOTS, GroupLayout
@@ -14,6 +14,7 @@ from process_groups.signals import Abandoned, Counter, Sleepers
 from runtime.errors import CommunicationError
 
 _MOST_KNOWN = 512  # shapes whose views are kept: making them would cost more than a small call's own work
+_MOST_JOINED = 64  # shared results that stay mapped, a mapping for each rank
 _MOST_PIECES = 8192  # views of pieces that are kept, about 5 MiB
 
 
@@ -40,6 +41,7 @@ class Exchange:
             [None if arena is None else _word(arena, layout.offer(parity)) for arena in arenas] for parity in (0, 1)
         ]
         self._slot_starts = [layout.slot(slot) for slot in range(NUM_SLOTS)]
+        self._joined: dict[tuple[object, ...], torch.Tensor] = {}
         self._work_space: torch.Tensor | None = None
         self._views: dict[tuple[int, torch.dtype], list[list[torch.Tensor]]] = {}
         self._num_piece_views = 0
@@ -131,6 +133,23 @@ class Exchange:
         """Where all ranks' tensors of that round lie; None when one of them is not registered."""
         found = [offset for peer in range(self.size) if (offset := self.offer_of(peer, round_number)) is not None]
         return found if len(found) == self.size else None
+
+    def joined(self, offsets: Sequence[int], cuts: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A slice of each rank's buffer as one tensor: rank r's from cut r to cut r + 1."""
+        key = (*offsets, *cuts, dtype)
+        found = self._joined.get(key)
+        if found is None:
+            if len(self._joined) >= _MOST_JOINED:
+                self._joined.clear()
+            ends = [cut * dtype.itemsize for cut in cuts]
+            whole = [
+                (arena, (offset + a) // PAGE * PAGE, -(-(offset + b) // PAGE) * PAGE)
+                for arena, offset, a, b in zip(self.arenas, offsets, ends, ends[1:], strict=False)
+                if arena is not None and a < b
+            ]
+            start = offsets[0] % PAGE
+            found = self._joined[key] = join(whole)[start : start + ends[-1]].view(dtype)
+        return found
 
     def work_space(self, num_bytes: int) -> torch.Tensor:
         """Registered bytes for one call at a time."""

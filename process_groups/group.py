@@ -88,22 +88,33 @@ class Group:
         return torch.empty(size, dtype=dtype, device=self.device) if tensor is None else tensor
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: str = "sum", strategy: str | None = None, timeout: float | None = None
+        self,
+        tensor: torch.Tensor,
+        op: str = "sum",
+        strategy: str | None = None,
+        timeout: float | None = None,
+        *,
+        shared: bool = False,
     ) -> Work:
         """Every rank's tensor becomes the sum (mean, min, max) of all.
 
         `strategy` is `default` (the transport's own), `ring`, `tree`, `hierarchical` or `adaptive`; left out, it is
         the mesh's (`comm.strategy`). Only `default` adds up in the same order on every mesh.
+
+        With `shared`, take what the await gives as the result: where all ranks are on one host and the tensors are
+        registered, that is one in common, which saves writing a copy for each rank. It is for reading, and good until
+        a rank uses its own tensor again or lets go of it; that tensor then holds this rank's part of the result only.
         """
-        again = None if timeout is not None else self._again("all_reduce", tensor, None, op, strategy)
+        again = None if timeout is not None or shared else self._again("all_reduce", tensor, None, op, strategy)
         if again is not None:
             return again
         self._check_reduction("all_reduce", tensor, op)
         wanted = self.strategy if strategy is None else strategy
         if wanted not in STRATEGIES:
             raise InvalidCall(f"all_reduce: strategy {wanted!r} is not one of {', '.join(STRATEGIES)}.")
-        work = self._start("all_reduce", tensor, tensor, tensor, op=op, timeout=timeout, strategy=wanted)
-        self._remember(tensor, strategy, work.call)
+        work = self._start("all_reduce", tensor, tensor, tensor, op=op, timeout=timeout, strategy=wanted, shared=shared)
+        if not shared:
+            self._remember(tensor, strategy, work.call)
         return work
 
     def reduce_scatter(
@@ -276,6 +287,7 @@ class Group:
         peer: int | None = None,
         timeout: float | None,
         strategy: str = "default",
+        shared: bool = False,
     ) -> Work:
         limit = self._limit(timeout)
         moved_from = None if source is None else _plain(source)
@@ -287,8 +299,9 @@ class Group:
                 copy_back = CopyBack(staging=moved_to, to=target.detach())
             if not target.is_inference():  # autograd shall find out that a tensor it has saved is overwritten
                 increment_version(target)
-        terms = describe_terms(kind, op, peer, shown.dtype, shown.shape, strategy)
-        call = Call(kind, moved_from, moved_to, op, peer, limit, self._number(kind, peer), terms, strategy)
+        terms = describe_terms(kind, op, peer, shown.dtype, shown.shape, strategy, shared)
+        number = self._number(kind, peer)
+        call = Call(kind, moved_from, moved_to, op, peer, limit, number, terms, strategy, shared=shared)
         return self._issue(call, target if target is not None else source, copy_back)
 
     def _number(self, kind: str, peer: int | None) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from process_groups.arena import PAGE
 from process_groups.exchange import Exchange
 from process_groups.lane import Steps
 from process_groups.reduction import PIECE, part, pieces
@@ -103,31 +104,52 @@ def _all_reduce(exchange: Exchange, call: Call) -> Steps:
     if offsets is None:
         yield from _all_reduce_staged(exchange, call)
         return
-    _reduce_in_place(exchange, call, offsets)
+    if call.shared and can_be_joined(offsets):
+        cuts = cuts_at_pages(offsets[0], target.numel(), target.element_size(), exchange.size)
+        _reduce_in_place(exchange, call, offsets, (cuts[exchange.me], cuts[exchange.me + 1]), copies=False)
+        call.result = exchange.joined(offsets, cuts, target.dtype)
+    else:
+        _reduce_in_place(exchange, call, offsets, part(target.numel(), exchange.me, exchange.size))
     yield from exchange.everybody(exchange.arrive())
 
 
-def _reduce_in_place(exchange: Exchange, call: Call, offsets: Sequence[int]) -> None:
-    """Reduce this rank's slice straight from all ranks' buffers, and write it to all of them."""
+def _reduce_in_place(
+    exchange: Exchange, call: Call, offsets: Sequence[int], mine: tuple[int, int], copies: bool = True
+) -> None:
+    """Reduce this rank's slice straight from all ranks' buffers, and write it to all of them, or to its own alone."""
     assert call.target is not None
     assert call.op is not None
-    me, numel, dtype = exchange.me, call.target.numel(), call.target.dtype
+    me, dtype = exchange.me, call.target.dtype
 
     def views_of_pieces() -> Iterator[list[torch.Tensor]]:
-        for a, b in pieces(*part(numel, me, exchange.size), dtype.itemsize):
+        for a, b in pieces(*mine, dtype.itemsize):
             yield [
                 arena.tensor(offset + a * dtype.itemsize, b - a, dtype)
                 for arena, offset in zip(exchange.arenas, offsets, strict=True)
                 if arena is not None
             ]
 
-    for inputs in exchange.remembered((numel, dtype, *offsets), lambda: list(views_of_pieces())):
+    for inputs in exchange.remembered((*mine, dtype, *offsets), lambda: list(views_of_pieces())):
         own = inputs[me]
         exchange.reduce(own, inputs, call.op)
-        for peer, theirs in enumerate(inputs):
-            if peer != me:
-                theirs.copy_(own)
+        if copies:
+            for peer, theirs in enumerate(inputs):
+                if peer != me:
+                    theirs.copy_(own)
         exchange.check()
+
+
+def can_be_joined(offsets: Sequence[int]) -> bool:
+    """Whether slices of tensors that lie there can be mapped in a row: a page has its place in all of them."""
+    return len({offset % PAGE for offset in offsets}) == 1
+
+
+def cuts_at_pages(offset: int, numel: int, itemsize: int, num: int) -> list[int]:
+    """Where a tensor is cut for `num` ranks so that each slice but the first begins with a page: elements, 0 to numel.
+    Slices may be empty."""
+    in_page = offset % PAGE
+    ends = [(in_page + part(numel, rank, num)[1] * itemsize) // PAGE * PAGE - in_page for rank in range(num - 1)]
+    return [0, *(max(0, end // itemsize) for end in ends), numel]
 
 
 def _all_reduce_staged(exchange: Exchange, call: Call) -> Steps:
@@ -142,7 +164,7 @@ def _all_reduce_staged(exchange: Exchange, call: Call) -> Steps:
     assert call.op is not None
     chunk_bytes = min(CHUNK, exchange.size * PIECE)  # so that a part is at most a piece
     reduced: _StagedChunk | None = None
-    for values in [*call.target.view(-1).split(chunk_bytes // call.target.element_size()), None]:
+    for values in [*torch.split(call.target.view(-1), chunk_bytes // call.target.element_size()), None]:
         chunk = None if values is None else _StagedChunk(exchange, values)
         yield from exchange.everybody(exchange.arrive())
         exchange.check()

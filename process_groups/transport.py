@@ -23,6 +23,7 @@ def describe_terms(
     dtype: torch.dtype | None = None,
     shape: tuple[int, ...] = (),
     strategy: str = "default",
+    shared: bool = False,
 ) -> str:
     """What the ranks must agree on, as the same text on each: `all_reduce(sum, ring) of float32 (4, 5)`."""
     what = "" if dtype is None else f"{str(dtype)[6:]} {tuple(shape)}"
@@ -31,6 +32,8 @@ def describe_terms(
     how = op if op is not None else f"root {peer}" if kind == "broadcast" else None
     if strategy != "default":
         how = f"{how}, {strategy}"
+    if shared:
+        how = f"{how}, shared"
     name = kind if how is None else f"{kind}({how})"
     return f"{name} of {what}" if what else name
 
@@ -40,7 +43,7 @@ class Call:
     """One collective, send or receive as this rank makes it. Tensors are contiguous and never need a gradient.
 
     `source` is read and `target` is written; for an in-place call they are the same tensor. Nothing but
-    `carried_out_by` is changed after it was made.
+    `carried_out_by` and `result` is changed after it was made.
     """
 
     kind: str
@@ -67,6 +70,12 @@ class Call:
 
     memory: memoryview | None = None
     """The bytes of the one tensor of a small call, where they are at hand: copying them so saves a microsecond."""
+
+    shared: bool = False
+    """Whether the ranks may have one result of an all-reduce in common."""
+
+    result: torch.Tensor | None = None
+    """That one, where they have; it takes the place of the target."""
 
     def copy(self) -> Call:
         """What dataclasses.replace gives, but it takes four times as long."""

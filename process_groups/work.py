@@ -160,6 +160,8 @@ class Work:
         if self._ended:
             return
         self._ended, self._error = True, error
+        if self.call.result is not None and self._result is not None:
+            self._result = self.call.result.view(self._result.shape)
         if self._timer is not None:
             self._timer.cancel()
         self._group._settled(self, error)

@@ -81,6 +81,21 @@ async def every_strategy_gives_every_rank_the_same_sum():
 
 
 @scenario
+async def a_result_in_common_is_what_the_await_gives():
+    async with flat_mesh() as mesh:
+        size = mesh.world_size
+        for make in (mesh.world.empty, torch.empty):
+            for shape in ((3,), (300, 128), (7, 100_000)):
+                tensor = make(shape, dtype=torch.float32).fill_(mesh.rank + 1)
+                for strategy in ("default", "ring"):
+                    tensor.fill_(mesh.rank + 1)
+                    result = await mesh.world.all_reduce(tensor, op="mean", strategy=strategy, shared=True)
+                    assert result.shape == tensor.shape
+                    assert bool((result == (size + 1) / 2).all())
+                    await mesh.world.barrier()  # before the tensor is used again
+
+
+@scenario
 async def different_strategies_are_a_mismatch():
     await expect_mismatch(
         lambda mesh: mesh.world.all_reduce(torch.ones(5), strategy="ring" if mesh.rank == 2 else "tree"),

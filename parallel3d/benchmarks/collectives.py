@@ -1,7 +1,7 @@
 """What `bench collectives` measures, and in which order: in every round each contestant has its turn at a size.
 
-size 4 B     round 1   default ring … staged | gloo | mpi | memory limit
-             round 2   gloo | mpi | memory limit | default ring … staged      (another crew begins)
+size 4 B     round 1   default ring … shared staged | gloo | mpi | memory limit
+             round 2   gloo | mpi | memory limit | default ring … shared staged   (another crew begins)
              …
 size 4 KiB   round 1   …
 
@@ -40,12 +40,14 @@ class Contestant:
     crew: str
     strategy: str = "default"
     registered: bool = True
+    shared: bool = False
 
 
 def all_reducers(strategies: Sequence[str]) -> list[Contestant]:
     """Who takes part in the all-reduce; those of one crew stand together."""
     return [
         *(Contestant(strategy, OURS, strategy) for strategy in strategies),
+        Contestant("shared", OURS, shared=True),
         Contestant("staged", OURS, registered=False),
         *(Contestant(peer, peer) for peer in (GLOO, MPI, MEMORY_LIMIT)),
     ]
@@ -116,9 +118,8 @@ async def _measure_size(plan: Plan, kind: str, num_bytes: int, crews: dict[str, 
             for each in _rotated([each for each in contestants if each.crew == crew], round_number):
                 where = f"{kind} of {human(num_bytes)}, round {round_number + 1} of {plan.rounds}: {each.name}"
                 progress(where)
-                command = Command(
-                    kind, num_bytes, plan.dtype, repeats, each.strategy, each.registered, check=round_number == 0
-                )
+                how = each.strategy, each.registered, each.shared
+                command = Command(kind, num_bytes, plan.dtype, repeats, *how, check=round_number == 0)
                 seconds[each.name].append(await _ask(crews[crew], command, where))
             await _ask(crews[crew], Command("rest"), where)
     return Measured(num_bytes, num_bytes // plan.element_size, repeats, seconds)

@@ -46,19 +46,21 @@ class OurRank:
         return self._tensor.zero_()
 
     async def _time_all_reduces(self, tensor: torch.Tensor, command: Command) -> float:
-        group, strategy = self._group, command.strategy
+        group = self._group
+        reduce = partial(group.all_reduce, tensor, strategy=command.strategy, shared=command.shared)
         if command.check:
             make = partial(torch.tensor, dtype=tensor.dtype)
             fill(tensor, group.rank, make)
-            await group.all_reduce(tensor, strategy=strategy)
-            check_sum(tensor, range(group.size), make, f"an all-reduce of {command.num_bytes} bytes")
+            check_sum(await reduce(), range(group.size), make, f"an all-reduce of {command.num_bytes} bytes")
+            if command.shared:
+                await group.barrier()  # others may still read this rank's part
             tensor.zero_()
         for _ in range(command.warm_up):
-            await group.all_reduce(tensor, strategy=strategy)
+            await reduce()
         await group.barrier()
         start = time.perf_counter()
         for _ in range(command.repeats):
-            await group.all_reduce(tensor, strategy=strategy)
+            await reduce()
         return (time.perf_counter() - start) / command.num_timed
 
     async def _time_sends(self, tensor: torch.Tensor, command: Command) -> float:

@@ -31,7 +31,9 @@ class Command:
     repeats: int = 1
     strategy: str = "default"
     registered: bool = True
-    """Whether the tensor comes from `group.empty`. Both mean something to our own ranks only."""
+    """Whether the tensor comes from `group.empty`."""
+    shared: bool = False
+    """Whether all ranks may have one result. These three mean something to our own ranks only."""
     check: bool = False
     """Make one call with known values first, and fail where the result is wrong."""
 

@@ -63,8 +63,9 @@ def collectives(
 
     All contestants take turns in one run, in several rounds: times are medians, ratios medians of the rounds' own.
     The time of a call is that of its slowest rank, every rank has one torch thread, and sums are checked. The
-    strategies work on registered tensors (group.empty), "staged" is the default one on a plain torch tensor. algbw is
-    bytes / time and busbw = algbw * 2(n-1)/n, in 10^9 bytes/s, as in nccl-tests.
+    strategies work on registered tensors (group.empty), "shared" is the default one with one result for all ranks,
+    "staged" the default one on a plain torch tensor. algbw is bytes / time and busbw = algbw * 2(n-1)/n, in 10^9
+    bytes/s, as in nccl-tests.
 
     The memory limit is what the same bytes cost as plain add_ and copy_ without any waiting: for n ranks n*(n-1)
     add_ and as many copy_ of 1/n of the tensor, in pieces of 512 KiB, spread over one process for each core. Of small

@@ -110,7 +110,7 @@ def test_json_has_everything_and_its_figures_agree(short_tmp):
             check_size(size, bus_factor)
     names = list(two["all_reduce"][0]["contestants"])
     assert [name for name in names if name not in ("ring", "tree", "hierarchical", "adaptive")] == [
-        *("default", "staged", "gloo"),
+        *("default", "shared", "staged", "gloo"),
         *(["mpi"] if HAS_MPI else []),
         "memory limit",
     ]

@@ -299,9 +299,10 @@ class Forgetful:
     def __getattr__(self, name: str):
         return getattr(self._group, name)
 
-    async def all_reduce(self, tensor: torch.Tensor, **options) -> None:
-        await self._group.all_reduce(tensor, **options)
-        tensor[5] = 0
+    async def all_reduce(self, tensor: torch.Tensor, **options) -> torch.Tensor:
+        result = await self._group.all_reduce(tensor, **options)
+        result[5] = 0
+        return result
 
     async def recv(self, tensor: torch.Tensor, src: int) -> None:
         await self._group.recv(tensor, src)

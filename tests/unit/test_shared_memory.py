@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import random
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -182,6 +183,53 @@ def test_collectives_in_any_order_of_steps(ranks_of, size, kind, numel, register
             assert torch.equal(call.target, expected(kind, sources, me, root=size - 1)), (seed, me)
             if call.target is not call.source:
                 assert torch.equal(call.source, sources[me]), "a source stays as it is"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("start", [0, 24, 1024 + 24])
+@pytest.mark.parametrize("numel", [SMALL, MIDDLE, LARGE, LARGE + 7])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_result_in_common(ranks_of, size, numel, start, dtype):
+    """Of tensors that begin anywhere in a page, at the same place on every rank."""
+    ranks, sources = ranks_of(size), [values_of(me, numel, dtype) for me in range(size)]
+    for op in ("sum", "mean"):
+        tensors = [rank.arena.empty((start + numel,), dtype)[start:] for rank in ranks]
+        calls = [
+            Call("all_reduce", tensor.copy_(source), tensor, op, shared=True)
+            for tensor, source in zip(tensors, sources, strict=True)
+        ]
+        in_any_order([Stepped(rank.steps(call)) for rank, call in zip(ranks, calls, strict=True)], random.Random(numel))
+        total = expected("all_reduce", sources, 0, op)
+        if total.nbytes <= shared_collectives.FLAT:
+            assert all(call.result is None and torch.equal(call.target, total) for call in calls)
+            continue
+        assert all(torch.equal(call.result, total) for call in calls)
+        for me, tensor in enumerate(tensors):
+            tensor.fill_(me)
+        cuts = shared_collectives.cuts_at_pages(start * dtype.itemsize, numel, dtype.itemsize, size)
+        owners = torch.cat([torch.full((b - a,), float(me)) for me, (a, b) in enumerate(itertools.pairwise(cuts))])
+        assert all(torch.equal(call.result, owners.to(dtype)) for call in calls), "it lies in the ranks' own tensors"
+
+
+def test_no_result_in_common_for_tensors_that_lie_otherwise(ranks_of):
+    ranks, sources = ranks_of(2), [values_of(me, LARGE) for me in range(2)]
+    tensors = [rank.arena.empty((LARGE + 16,), torch.float32)[16 * rank.me :][:LARGE] for rank in ranks]
+    calls = [
+        Call("all_reduce", tensor.copy_(source), tensor, "sum", shared=True)
+        for tensor, source in zip(tensors, sources, strict=True)
+    ]
+    in_any_order([Stepped(rank.steps(call)) for rank, call in zip(ranks, calls, strict=True)], random.Random(0))
+    assert all(call.result is None and torch.equal(call.target, sources[0] + sources[1]) for call in calls)
+
+
+@pytest.mark.parametrize("offset", [0, 24, 4088])
+@pytest.mark.parametrize("numel", [1, 3, 1000, 5000])
+def test_slices_begin_with_pages(offset, numel):
+    for num in (1, 2, 3, 8):
+        cuts = shared_collectives.cuts_at_pages(offset, numel, 8, num)
+        assert (cuts[0], cuts[-1], len(cuts)) == (0, numel, num + 1)
+        assert cuts == sorted(cuts)
+        assert all((offset + 8 * cut) % 4096 == 0 for cut in cuts[1:-1] if cut)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
