@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from math import prod
+from operator import index
 from pathlib import Path
 
 import torch
@@ -54,6 +55,9 @@ class Mapping:
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A view of some elements; does not keep the block that it shows from being freed."""
+        if torch.is_inference_mode_enabled():  # it may be kept for calls outside of that mode
+            with torch.inference_mode(False):
+                return self.tensor(offset, numel, dtype)
         return self.bytes[offset : offset + numel * dtype.itemsize].view(dtype)
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
@@ -119,9 +123,10 @@ class Arena(Mapping):
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
         """A new registered buffer; None when there is too little memory for it."""
+        shape = tuple(map(index, shape))
         num_bytes = prod(shape) * dtype.itemsize
         if num_bytes == 0 or min(shape, default=0) < 0:  # torch says what is wrong with a negative size
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(shape, dtype=dtype)
         size = _round_up(num_bytes, PAGE if num_bytes >= PAGE else _LINE)
         if size >= _GIVE_BACK and size > available_memory():
             return None
@@ -129,7 +134,7 @@ class Arena(Mapping):
         if start is None:
             return None
         block = self.memory[start : start + size]
-        tensor = torch.frombuffer(block, dtype=dtype, count=prod(shape)).view(tuple(shape))
+        tensor = torch.frombuffer(block, dtype=dtype, count=prod(shape)).view(shape)
         # The tensor's storage holds the block, and every view holds the storage. (weakref.finalize would do the same,
         # but it also runs when the process ends, where a signal makes it print.)
         self._blocks[start] = weakref.ref(block, partial(_let_go, weakref.ref(self), start, size))
@@ -138,9 +143,11 @@ class Arena(Mapping):
     def _allocate(self, size: int) -> int | None:
         self._take_back()
         with self._lock:
-            for i, (start, stop) in enumerate(self._free):
+            for i, (first, stop) in enumerate(self._free):
+                start = _round_up(first, PAGE) if size >= PAGE else first  # whole pages can be given back
                 if stop - start >= size:
-                    self._free[i : i + 1] = [(start + size, stop)] if stop - start > size else []
+                    left = (first, start), (start + size, stop)
+                    self._free[i : i + 1] = [(a, b) for a, b in left if a < b]
                     self.num_bytes_used += size
                     return start
         return None
@@ -241,12 +248,12 @@ def why_not_mapped(num_ranks_here: int, num_ranks: int) -> str | None:
     """Why this process can't map the arenas of all ranks on its host, if that is a limit of its own."""
     need = num_ranks_here * _virtual_size(num_ranks)
     name = "addresses (ulimit -v)"
-    return _limited(name, need) if 0 <= resource.getrlimit(_LIMITS[name])[0] < need else None
+    return _limited(name, need)
 
 
 def _limited(name: str, need: int) -> str | None:
     soft = resource.getrlimit(_LIMITS[name])[0]
-    if soft == resource.RLIM_INFINITY:
+    if soft == resource.RLIM_INFINITY or soft >= need:
         return None
     return (
         f"{need / (1 << 30):.1f} GiB of addresses are needed, but this process may have {soft / (1 << 30):.3g} GiB of "

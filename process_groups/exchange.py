@@ -82,7 +82,7 @@ class Exchange:
     # Giving up.
 
     def give_up(self) -> None:
-        """Let nobody write into this rank's buffers any more, and wake whoever waits, here or there."""
+        """Let nobody write into this rank's buffers any more, and wake whoever waits for a round, here or there."""
         self._is_given_up = True
         self._abort[0] = 1
         for counter in (self._progress, *self._progress_of, self.result):
@@ -154,7 +154,8 @@ class Exchange:
     def work_space(self, num_bytes: int) -> torch.Tensor:
         """Registered bytes for one call at a time."""
         if self._work_space is None:
-            self._work_space = self.own.empty((num_bytes,), torch.uint8)
+            with torch.inference_mode(False):  # it is used by later calls too
+                self._work_space = self.own.empty((num_bytes,), torch.uint8)
             if self._work_space is None:
                 raise CommunicationError(f"no memory for a work space of {num_bytes >> 20} MiB")
         return self._work_space

@@ -83,7 +83,9 @@ class Group:
 
         On a CPU it is registered: peers on this host read and write it in place. It works in every group of the mesh.
         """
-        size: Sequence[int] = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape  # type: ignore[assignment]
+        size: Sequence[int] = shape[0] if len(shape) == 1 and not hasattr(shape[0], "__index__") else shape  # type: ignore[assignment]
+        if any(length < 0 for length in size):
+            raise InvalidCall(f"empty: {tuple(size)} has a negative size.")
         tensor = self._allocate(size, dtype) if self._allocate is not None else None
         return torch.empty(size, dtype=dtype, device=self.device) if tensor is None else tensor
 
@@ -317,7 +319,12 @@ class Group:
 
     def _issue(self, call: Call, result: torch.Tensor | None, copy_back: CopyBack | None) -> Work:
         if self._closed is not None:
-            raise GroupClosed(f"{call.kind}: group {self.name} is closed: {self._closed}", action=call.describe())
+            raise GroupClosed(
+                f"{call.kind}: group {self.name} is closed: {self._closed}",
+                rank=self._closed.rank,
+                coords=self._closed.coords,
+                action=call.describe(),
+            )
         began = time.monotonic()
         if self._transport is None:
             work = Work(self, call, result, copy_back, began)
@@ -399,7 +406,8 @@ class Group:
         if self._transport is not None:
             self._transport.abort(error)
         for work in list(self._under_way):
-            work.settle(GroupClosed(f"group {self.name} was closed: {error}", action=work.call.describe()))
+            closed = f"group {self.name} was closed: {error}"
+            work.settle(GroupClosed(closed, rank=error.rank, coords=error.coords, action=work.call.describe()))
 
     @property
     def has_failed(self) -> bool:

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
+
 from process_groups.signals import Abandoned, Counter, Patience
 from process_groups.transport import Call, Completion
 from runtime.errors import CommunicationError
@@ -52,7 +54,7 @@ class Lane:
         self._driving = threading.Lock()
         self.ending = threading.Lock()
         self._thread = DaemonThreads(name, limit=1)
-        self._thread_is_called = self._kick_is_due = False
+        self._thread_is_called = self._kick_is_due = self._is_stopped = False
 
     def add(self, call: Call, steps: Steps, is_short: bool) -> Task:
         """Queue a call. A short one that is next goes ahead at once, as far as it can without waiting."""
@@ -118,7 +120,7 @@ class Lane:
         return True
 
     def call_thread(self) -> None:
-        if not self._thread_is_called:
+        if not self._thread_is_called and not self._is_stopped:
             self._thread_is_called = True
             self._thread.submit(self._drive_in_thread)
 
@@ -128,7 +130,10 @@ class Lane:
             self._drive(math.inf)
 
     def stop(self) -> None:
-        """Let the thread end after what it has."""
+        """Let the thread end after what is left to do."""
+        if self._tasks:
+            self.call_thread()
+        self._is_stopped = True
         self._thread.stop()
 
 
@@ -139,8 +144,14 @@ class Quick:
     lane: Lane
     is_next: Callable[[], bool]
     """Whether such a call may be carried out now; True only where nothing comes before it."""
-    begin: Callable[[Call], Steps | None]
-    """Carry it out as far as can be without waiting; what is left to do, if anything."""
+    _begin: Callable[[Call], Steps | None]
+
+    def begin(self, call: Call) -> Steps | None:
+        """Carry it out as far as can be without waiting; what is left to do, if anything."""
+        try:
+            return self._begin(call)
+        except Exception as failed:  # peers have seen the call: it fails for all
+            raise CommunicationError(f"{type(failed).__name__}: {failed}") from failed
 
 
 class Ended:
@@ -167,10 +178,11 @@ ENDED = Ended()
 class Task:
     """One call on its lane, and its Completion."""
 
-    __slots__ = ("_callbacks", "_error", "_lane", "_steps", "_waits_for", "call", "ended", "ended_at")
+    __slots__ = ("_callbacks", "_error", "_is_inference", "_lane", "_steps", "_waits_for", "call", "ended", "ended_at")
 
     def __init__(self, lane: Lane, call: Call, steps: Steps) -> None:
         self._lane, self.call, self._steps = lane, call, steps
+        self._is_inference = call.target is not None and call.target.is_inference()
         self._waits_for: Wait | None = None
         self.ended = False
         self.ended_at: float | None = None
@@ -179,6 +191,12 @@ class Task:
 
     def go_on(self, end: float) -> bool:
         """Whether it has ended."""
+        if not self._is_inference:
+            return self._go_on(end)
+        with torch.inference_mode():  # a thread has its own mode, and such a tensor can be written to in no other
+            return self._go_on(end)
+
+    def _go_on(self, end: float) -> bool:
         lane, wait, error = self._lane, self._waits_for, None
         try:
             if wait is not None and not wait[0].reaches(wait[1], end, lane.patience, lane.is_abandoned):

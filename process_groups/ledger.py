@@ -158,14 +158,10 @@ class Ledger:
         found = self._pairs.get((call.kind, call.peer))
         if found is None:
             theirs = [(index, self._theirs(call, index)) for index, _ in self._partners(call)]
-            found = self._pairs[call.kind, call.peer] = Channel(self._mine(call), theirs)
+            assert call.peer is not None
+            mine = (self._own.sends if call.kind == "send" else self._own.receives)[call.peer]
+            found = self._pairs[call.kind, call.peer] = Channel(mine, theirs)
         return found
-
-    def _mine(self, call: Call) -> Ring:
-        if not call.is_point_to_point:
-            return self._own.collectives
-        assert call.peer is not None
-        return (self._own.sends if call.kind == "send" else self._own.receives)[call.peer]
 
     def _theirs(self, call: Call, index: int) -> Ring:
         page = self._members[index].page

@@ -48,7 +48,8 @@ class Reducer:
 
     def _scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if self._bytes is None:
-            self._bytes = torch.empty(2 * PIECE, dtype=torch.uint8)  # a piece of 16-bit floats doubles
+            with torch.inference_mode(False):  # it is used by later calls too
+                self._bytes = torch.empty(2 * PIECE, dtype=torch.uint8)  # a piece of 16-bit floats doubles
         return self._bytes[: numel * dtype.itemsize].view(dtype)
 
 

@@ -28,16 +28,20 @@ if TYPE_CHECKING:
 class EndedWork(Work):
     """A call that was carried out when it was made."""
 
-    __slots__ = ()
+    __slots__ = ("_ended_at",)
 
-    def __init__(self, group: Group, call: Call, result: torch.Tensor) -> None:
+    def __init__(self, group: Group, call: Call, result: torch.Tensor, began: float, ended: float) -> None:
         self._group, self.call, self._result = group, call, result
+        self.began, self._ended_at = began, ended
 
     def __repr__(self) -> str:
         return f"<Work: {self.call.describe()} on group {self._group.name}, ended>"
 
     def done(self) -> bool:
         return True
+
+    def ended_at(self) -> float:
+        return self._ended_at
 
     def __await__(self) -> Generator[object, None, torch.Tensor]:
         if self._group._has_kept_the_loop():
@@ -97,22 +101,22 @@ class Repeated:
         try:
             if not self._transport.post_at_once(call, self._order):
                 return None
+            left = quick.begin(call)
         except CommunicationError as refused:
             group._numbers[self._channel] = call.number
             work = Work(group, call.copy(), tensor, None, began)
             group._fail(work, refused)
             return work
         group._numbers[self._channel] = call.number
-        left = quick.begin(call)
         if left is not None:
             under_way = call.copy()  # this one's number shall not change
             work = Work(group, under_way, tensor, None, began, quick.lane.add_waiting(under_way, left))
             group._under_way.add(work)
             return work
         self._order.mine.finish()
+        ended = time.monotonic()
         if group._recorder is not None:
-            seconds = time.monotonic() - began
             group._recorder.record(
-                group.name, call.kind, "default", call.strategy, self._num_bytes, group.size, seconds, began
+                group.name, call.kind, "default", call.strategy, self._num_bytes, group.size, ended - began, began
             )
-        return EndedWork(group, call, tensor)
+        return EndedWork(group, call, tensor, began, ended)

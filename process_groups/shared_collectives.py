@@ -9,6 +9,7 @@ rank has arrived at a round after the one in which it was read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -211,9 +212,12 @@ Take = Callable[[Sequence[torch.Tensor], int, int], None]
 
 
 def _exposing(exchange: Exchange, call: Call) -> Steps:
+    assert call.source is not None
+    if call.source.nbytes > FLAT and not _may_be_read_meanwhile(exchange, call):
+        call = replace(call, source=call.source.clone())
     source, take = _roles(exchange, call)
     if source.nbytes > FLAT:
-        exchange.show(source if _may_be_read_meanwhile(exchange, call) else None)
+        exchange.show(source)
         round_number = exchange.arrive()
         yield from exchange.everybody(round_number)
         shown = range(exchange.size) if call.peer is None else (call.peer,)

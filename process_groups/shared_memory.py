@@ -74,6 +74,8 @@ class SharedMemoryTransport:
 
     def quick(self, call: Call) -> Quick | None:
         """How such a call is carried out at once, if it is small."""
+        if call.target is not None and call.target.is_inference():
+            return None
         if call.kind in POINT_TO_POINT:
             return self._packets.quick(call)
         if not is_flat(call) or call.is_empty or call.strategy not in ("default", "adaptive"):

@@ -23,12 +23,10 @@ from process_groups.arena import Mapping
 
 _MASK = (1 << 32) - 1
 _WAIT, _WAKE, _EVERYBODY = 0, 1, (1 << 31) - 1
-_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98}
-_MACHINE = platform.machine()
-_FUTEX = _NUMBERS.get(_MACHINE)
+_FUTEX = 202  # the system call's number on x86_64
 _LONGEST_SLEEP = 0.05  # seconds, then whether the group was given up
-CAN_WAIT = _FUTEX is not None
-_LOCKS_ARE_FENCES = _MACHINE == "x86_64"  # a locked instruction there orders all that comes before and after it
+CAN_WAIT = platform.machine() == "x86_64"
+"""Only there do other cores see stores in order, and is a lock a fence: Python has nothing else to ask for either."""
 
 
 class Patience(NamedTuple):
@@ -42,8 +40,6 @@ class Patience(NamedTuple):
 
 def patience(num_ranks_here: int) -> Patience:
     """For ranks that share this host's cores. Where they don't fit, a peer needs the core more than this one."""
-    if _MACHINE != "x86_64":  # only there are other cores' stores seen in order without a system call
-        return Patience(0, 0)
     return Patience(1000, 10) if num_ranks_here <= len(os.sched_getaffinity(0)) else Patience(0, 50)
 
 
@@ -104,7 +100,7 @@ class Counter:
         with self._fence:  # never contended
             pass
         for sleeping in self._sleepers.theirs:
-            if sleeping[0] or not _LOCKS_ARE_FENCES:
+            if sleeping[0]:
                 self.wake()
                 return
 

@@ -98,7 +98,7 @@ class TorchTransport:
         self._num_later = 0
         self._counting = threading.Lock()
         self._packets = Packets(exchange, self._make_lane) if exchange is not None else None
-        self._adaptive = Adaptive(self._steps, self._scratch, me, layout_of(kind, hosts), pinned)
+        self._adaptive = Adaptive(self._steps, self._scratch, me, layout_of(kind, hosts), pinned, self.device)
         self._links = {peer: self._link(peer) for peer in range(len(members)) if peer != me}
 
     def _make_lane(self, what: str) -> Lane:
@@ -195,7 +195,7 @@ class TorchTransport:
         adaptive = call.strategy == "adaptive"
         for counter, target in self._adaptive.steps(call) if adaptive else self._steps(call, call.strategy):
             assert self._exchange is not None
-            assert counter.reaches(target, math.inf, self._patience, self._exchange.is_abandoned)
+            counter.reaches(target, math.inf, self._patience, self._exchange.is_abandoned)
 
     def _steps(self, call: Call, strategy: str) -> Steps:
         if strategy == "default" or self._nccl is not None:

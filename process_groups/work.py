@@ -34,8 +34,8 @@ class Work:
     """A call under way. Awaiting it gives the resulting tensor; cancelling the await closes the group."""
 
     __slots__ = (
-        "_completion", "_copy_back", "_deadline", "_ended", "_error", "_group", "_result", "_timer", "_unnamed",
-        "_waiters", "began", "call",
+        "_completion", "_copies_back", "_copy_back", "_deadline", "_ended", "_error", "_group", "_result", "_timer",
+        "_unnamed", "_waiters", "began", "call",
     )  # fmt: skip
 
     def __init__(
@@ -49,6 +49,7 @@ class Work:
     ) -> None:
         self.call, self.began = call, began
         self._group, self._result, self._copy_back, self._completion = group, result, copy_back, completion
+        self._copies_back = copy_back is not None
         self._deadline = began + call.timeout
         self._ended = False
         self._error: CommunicationError | None = None
@@ -83,6 +84,8 @@ class Work:
     def _ends_within(self, seconds: float) -> bool:
         """A short attempt on the spot."""
         assert self._completion is not None
+        if self._timer is not None and self._copies_back:
+            return False  # the thread in which it ends copies back, and then tells the loop
         if not self._completion.ended_well(seconds):
             return False
         self.end_well()
@@ -124,7 +127,8 @@ class Work:
     def _finish(self) -> None:
         copy_back, self._copy_back = self._copy_back, None  # once: the user may write there afterwards
         if copy_back is not None:
-            copy_back.to.copy_(copy_back.staging)
+            with torch.inference_mode(copy_back.to.is_inference()):
+                copy_back.to.copy_(copy_back.staging)
 
     def _completed(self) -> None:
         if self._ended:

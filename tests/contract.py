@@ -437,6 +437,39 @@ async def after_leaving_the_groups_are_closed():
 
 
 @scenario
+async def a_view_is_complete_once_its_call_is_said_to_have_ended():
+    async with flat_mesh() as mesh:
+        for _ in range(3):
+            tensor = torch.ones(1000, 2000).t()
+            work = mesh.world.all_reduce(tensor)
+            while not work.done():  # noqa: ASYNC110  # whoever asks shall not see it end too early
+                await asyncio.sleep(0)
+            assert bool((tensor == mesh.world_size).all())
+            tensor = torch.ones(1000, 2000).t()
+            work = mesh.world.all_reduce(tensor)
+            await asyncio.gather(*(see_the_end(work, tensor, mesh.world_size) for _ in range(3)))
+
+
+async def see_the_end(work, tensor, value):
+    await work
+    assert bool((tensor == value).all())
+
+
+@scenario
+async def autograd_notices_that_a_received_tensor_was_overwritten():
+    async with flat_mesh() as mesh:
+        tensor, weight = torch.ones(4), torch.ones(4, requires_grad=True)
+        for _ in range(5):
+            if mesh.rank == 0:
+                await mesh.world.send(tensor, 1)
+            elif mesh.rank == 1:
+                loss = (weight * tensor).sum()
+                await mesh.world.recv(tensor, 0)
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    loss.backward()
+
+
+@scenario
 async def autograd_notices_that_a_saved_tensor_was_overwritten():
     async with flat_mesh() as mesh:
         weight = torch.ones(3, requires_grad=True)

@@ -51,8 +51,17 @@ class _Class:
 class Adaptive:
     """One group's table."""
 
-    def __init__(self, run: Run, scratch: Callable[[int], torch.Tensor], me: int, layout: str, pinned: Pinned) -> None:
+    def __init__(
+        self,
+        run: Run,
+        scratch: Callable[[int], torch.Tensor],
+        me: int,
+        layout: str,
+        pinned: Pinned,
+        device: torch.device | None = None,
+    ) -> None:
         """`scratch` gives bytes to measure with; `layout` is what measurements are kept for, on a kind of host."""
+        self._device = device
         self._run, self._scratch, self._me, self._layout, self._pinned = run, scratch, me, layout, pinned
         self._rows: Rows = {}
         self._source = ""
@@ -103,7 +112,7 @@ class Adaptive:
         if self._pinned:
             return Explanation(self._pinned_for(num_bytes), "pinned by comm.strategy_table")
         if not self._rows:
-            return Explanation("default", "nothing is measured yet; the first adaptive call will")
+            return Explanation("default", "not decided: the first adaptive call measures, unless an earlier run has")
         size = num_bytes.bit_length()
         row, found = self._row(size), self._classes.get(size)
         index = _least(row) if found is None else found.chosen
@@ -132,7 +141,7 @@ class Adaptive:
     def _compare(self, found: _Class, size: int) -> Steps:
         seen = yield from self._agree(found.best, "min")
         row = [now if now < math.inf else before for now, before in zip(seen, self._row(size), strict=True)]
-        self._rows[size] = row
+        self._rows = {**self._rows, size: row}  # `explain` may be looking, in another thread
         best = _least(row)
         if row[best] < _CLEARLY * row[found.chosen]:
             found.chosen = best
@@ -143,20 +152,23 @@ class Adaptive:
     def _find_rows(self) -> Steps:
         """From what an earlier run has kept, as the group's first rank knows it; else by measuring."""
         kept = measurements.load(self._layout, CANDIDATES) if self._me == 0 else None
+        rows: Rows = {}
         for size in _SIZES:
             mine = kept.get(size) if kept is not None else None
             row = yield from self._agree(mine or [math.inf] * len(CANDIDATES), "min")
             if row[0] < math.inf:
-                self._rows[size + 1] = row
-        if self._rows:
+                rows[size + 1] = row
+        if rows:
             self._source = "measured by an earlier run on this kind of host"
-            return
-        yield from self._measure()
-        self._source = "measured by this group's first adaptive call"
-        if self._me == 0:
-            measurements.save(self._layout, CANDIDATES, {size - 1: row for size, row in self._rows.items()})
+        else:
+            rows = yield from self._measure()
+            self._source = "measured by this group's first adaptive call"
+            if self._me == 0:
+                measurements.save(self._layout, CANDIDATES, {size - 1: row for size, row in rows.items()})
+        self._rows = rows
 
-    def _measure(self) -> Steps:
+    def _measure(self) -> Generator[Wait, None, Rows]:
+        rows: Rows = {}
         candidates, repeats = set(range(len(CANDIDATES))), _REPEATS
         for size, next_size in zip(_SIZES, (*_SIZES[1:], math.inf), strict=True):
             values = self._scratch(1 << size).view(torch.float32).zero_()
@@ -166,12 +178,13 @@ class Adaptive:
                     seconds = yield from self._time(values, CANDIDATES[index])
                     best[index] = min(best[index], seconds)
             row = yield from self._agree(best, "max")
-            self._rows[size + 1] = row
+            rows[size + 1] = row
             candidates = {index for index in candidates if row[index] <= _HOPELESS * min(row)}
             expected = sum(row[index] for index in candidates) * 2.0 ** (next_size - size)
             repeats = min(_REPEATS, int(_BUDGET / expected))
             if repeats == 0:
                 break
+        return rows
 
     def _time(self, values: torch.Tensor, strategy: str) -> Generator[Wait, None, float]:
         """Seconds of a call that all ranks begin together."""
@@ -181,7 +194,7 @@ class Adaptive:
         return time.perf_counter() - began
 
     def _agree(self, row: Sequence[float], op: str) -> Generator[Wait, None, list[float]]:
-        values = torch.tensor(row, dtype=torch.float64)
+        values = torch.tensor(row, dtype=torch.float64, device=self._device)
         yield from self._run(Call("all_reduce", values, values, op=op), "default")
         return values.tolist()
 

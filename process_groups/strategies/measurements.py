@@ -35,7 +35,7 @@ def layout_of(transport: str, hosts: Sequence[int]) -> str:
 
 def load(layout: str, candidates: Sequence[str]) -> Rows | None:
     """The rows kept for such a group; None where there are none, or none that can be understood."""
-    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError):  # there may be no home
         kept = json.loads(_path().read_text())[_key(layout)]
         rows = {int(size): [_seconds(value) for value in row] for size, row in kept["seconds"].items()}
         if kept["candidates"] == list(candidates) and all(len(row) == len(candidates) for row in rows.values()):
@@ -49,7 +49,10 @@ def _key(layout: str) -> str:
 
 def save(layout: str, candidates: Sequence[str], rows: Rows) -> None:
     """Keep the rows. A folder that can't be written only means that the next run measures again."""
-    path = _path()
+    try:
+        path = _path()
+    except RuntimeError:  # this user has no home
+        return
     everything: dict[str, object] = {}
     with suppress(OSError, ValueError):
         found = json.loads(path.read_text())

@@ -150,7 +150,7 @@ def together(monkeypatch):
 
 def test_the_fastest_of_each_size_is_chosen_and_explained(together):
     ranks = together()
-    assert ranks.explain(4 * KIB) == "default: nothing is measured yet; the first adaptive call will"
+    assert ranks.explain(4 * KIB) == "default: not decided: the first adaptive call measures, unless an earlier run has"
     assert not ranks.tables[0].is_ready
     chosen = {size: ranks.all_reduce(size) for size in (100, 4 * KIB, 64 * KIB, MIB, 8 * MIB, 100 * MIB)}
     assert ranks.tables[0].is_ready

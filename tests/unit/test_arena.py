@@ -42,11 +42,28 @@ def floats(arena: Arena, *shape: int) -> torch.Tensor:
     return tensor
 
 
+def test_a_large_buffer_gives_its_pages_back_wherever_it_lies(arena):
+    small = floats(arena, 3)
+    used = memory_used(arena)
+    large = floats(arena, 1 << 20).fill_(1.0)
+    assert memory_used(arena) >= used + large.nbytes
+    del large
+    assert memory_used(arena) <= used + 4096
+    del small
+
+
+def test_a_size_that_is_no_integer_spoils_nothing(arena):
+    with pytest.raises(TypeError):
+        arena.empty((2, 2.5), torch.float32)
+    assert floats(arena, 2, 2).shape == (2, 2)
+
+
 def test_buffers_share_neither_bytes_nor_cache_lines(arena):
     sizes = (1, 16, 17, 1023, 1024, 1025, 3)  # floats
     tensors = [floats(arena, size) for size in sizes]
     places = [place(arena, tensor) for tensor in tensors]
-    assert places == [FIRST, FIRST + 64, FIRST + 128, FIRST + 256, FIRST + 4352, FIRST + 8448, FIRST + 16640]
+    pages = [FIRST + 4096, FIRST + 2 * 4096, FIRST + 3 * 4096]  # buffers of a page and more begin with one
+    assert places == [FIRST, FIRST + 64, FIRST + 128, *pages, FIRST + 256]
     for number, tensor in enumerate(tensors):
         tensor.fill_(number)
     assert [tensor.unique().tolist() for tensor in tensors] == [[float(number)] for number in range(len(sizes))]

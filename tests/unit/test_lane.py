@@ -256,6 +256,16 @@ async def test_an_ended_call_holds_no_tensors(lanes):
     assert gone() is None
 
 
+async def test_a_lane_that_is_stopped_before_its_thread_began_leaves_none(lanes):
+    task = lanes.add("a", 1)
+    lanes.is_given_up = True
+    lanes.lane.stop()
+    await until(lambda: task.ended)
+    await asyncio.sleep(0)  # the loop's turn to call the thread has come and gone
+    await until(lambda: lanes.thread not in {thread.name for thread in threading.enumerate()})
+    assert isinstance(task.exception(), GroupClosed)
+
+
 async def test_a_stopped_lane_ends_its_thread_after_what_it_has(lanes):
     task = lanes.add("a", 1, is_short=False)
     lanes.lane.stop()

@@ -56,6 +56,16 @@ def test_another_kind_of_host_measures_for_itself(monkeypatch):
     assert load("here", CANDIDATES) is None
 
 
+def test_a_user_without_a_home_keeps_nothing(monkeypatch):
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", nowhere)
+    save("here", CANDIDATES, ROWS)
+    assert load("here", CANDIDATES) is None
+
+
 def test_nothing_was_kept():
     assert load("here", CANDIDATES) is None
 

@@ -70,6 +70,33 @@ def test_it_is_not_for_a_tensor_that_has_changed(group, change):
     assert not known.is_for(tensor, "sum", None)
 
 
+def test_a_failure_on_the_spot_closes_the_group(group):
+    """Peers have seen the call by then."""
+
+    def fails(_: Call) -> None:
+        raise RuntimeError("torch is out of sorts")
+
+    tensor = torch.ones(3)
+    quick = Quick(group._transport._collectives, lambda: True, fails)
+    known = Repeated(group, group._transport, quick, tensor, None, Call("all_reduce", tensor, tensor, "sum"))
+    group._numbers[None] = 0
+    work = known.start(tensor)
+    assert work.done()
+    assert group.has_failed
+    assert str(work._error) == "RuntimeError: torch is out of sorts"
+
+
+def test_what_ended_at_once_knows_when(threads_of):
+    async def main(group: Group, _: Arena) -> None:
+        tensor = torch.ones(5)
+        for _ in range(5):
+            work = group.all_reduce(tensor)
+            await work
+            assert work.began <= work.ended_at()
+
+    threads_of(2).run(main)
+
+
 async def settled(group: Group) -> None:
     """Until no lane has anything to do, so that the next call can be carried out at once."""
     while not all(lane.is_idle for lane in group._transport._lanes()):  # noqa: ASYNC110

@@ -308,6 +308,19 @@ def test_source_and_result_may_share_memory(ranks_of, kind, place, registered):
             assert torch.equal(call.target, expected(kind, sources, me)), (seed, me)
 
 
+@pytest.mark.parametrize("registered", [True, False])
+def test_a_source_that_lies_across_the_result(ranks_of, registered):
+    """Rows would be overwritten before they are read."""
+    ranks, sources = ranks_of(2), [values_of(me, LARGE) for me in range(2)]
+    wholes = [rank.tensor(torch.zeros(2 * LARGE), registered) for rank in ranks]
+    calls = [
+        Call("all_gather", whole[LARGE // 2 :][:LARGE].copy_(source), whole)
+        for whole, source in zip(wholes, sources, strict=True)
+    ]
+    in_any_order([Stepped(rank.steps(call)) for rank, call in zip(ranks, calls, strict=True)], random.Random(0))
+    assert all(torch.equal(whole, torch.cat(sources)) for whole in wholes)
+
+
 def test_a_barrier_waits_for_the_last(ranks_of):
     ranks = ranks_of(3)
     stepped = [Stepped(rank.steps(Call("barrier"))) for rank in ranks]
@@ -807,6 +820,25 @@ def threads_of() -> Iterator[Callable[[int], Threads]]:
     for threads in made:
         for arena in threads.arenas:
             arena.close()
+
+
+def test_tensors_of_inference_mode(threads_of):
+    async def main(group: Group, _: Arena) -> None:
+        for numel in (5, 5, 5, 5, 1 << 20):
+            with torch.inference_mode():
+                tensor = torch.ones(numel)
+                await group.all_reduce(tensor, op="mean")
+                await group.all_reduce(tensor)
+                gathered = await group.all_gather(tensor)
+                assert bool((gathered == 3).all())
+            ordinary = torch.ones(numel, dtype=torch.bfloat16)
+            await group.all_reduce(ordinary, op="mean")
+            await group.all_reduce(tensor, op="mean")
+            assert bool((tensor == 3).all())
+            view = tensor.view(-1, 1).expand(numel, 1)[::2]
+            assert bool((await group.all_reduce(view) == 9).all())
+
+    threads_of(3).run(main)
 
 
 def test_groups_of_threads(threads_of):
