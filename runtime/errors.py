@@ -4,6 +4,7 @@ Parallel3DError
 ├── ConfigError            the YAML file, --set or the environment: all problems at once
 ├── LaunchError            ranks could not be started, or this process is not one of them
 ├── InvalidCall            a call that is wrong on this rank alone; nothing was sent
+│   └── ScheduleDeadlock   a table whose ranks would wait for each other; lives in parallel3d.simulation
 ├── BenchmarkError         a contestant of a benchmark failed, or computed something wrong
 └── CommunicationError     something between ranks; carries rank, coords, step and action
     ├── Mismatch           ranks called different things
