@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 
@@ -10,6 +11,7 @@ from torch.autograd.graph import increment_version
 
 from monitoring.collectives import CollectiveRecorder
 from process_groups.lane import ENDED
+from process_groups.pipes import CallPipe, Pipe
 from process_groups.repeated import Repeated
 from process_groups.shared_collectives import FLAT
 from process_groups.shared_memory import SharedMemoryTransport
@@ -195,6 +197,14 @@ class Group:
         if self._transport is None:
             return Explanation("default", "a group of one has nothing to reduce")
         return self._transport.explain(strategy, nbytes)
+
+    def pipe(self, peer: int) -> Pipe:
+        """A pipe to and from a group rank, for one thread at a time; call it on the event loop. Every call gives
+        another end of the same pipe, so call it once."""
+        self._check_peer("pipe", "peer", peer, other=True)
+        if isinstance(self._transport, SharedMemoryTransport):
+            return self._transport.pipe(peer)
+        return CallPipe(self, peer, asyncio.get_running_loop())
 
     # Checks that need no other rank.
 

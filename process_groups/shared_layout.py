@@ -11,6 +11,8 @@ NUM_SLOTS = 3  # of the staging area: one is filled, one is reduced, one is read
 CHUNK = 2 << 20  # bytes of a staging slot: large enough that few rounds are needed, small enough for the cache
 NUM_PACKETS = 4  # under way from one rank to another
 PACKET = 128 << 10  # bytes
+NUM_MESSAGES = 32  # of a pipe, under way from one rank to another
+MESSAGE_WORDS = 256  # of 8 bytes: what a message consists of, and where that lies
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,14 @@ class GroupLayout:
         """Packets from a peer that the owner has read."""
         return self._of_peer(2, peer)
 
+    def piped(self, peer: int) -> int:
+        """Messages of a pipe that the owner has made ready for a peer."""
+        return self._of_peer(4, peer)
+
+    def taken(self, peer: int) -> int:
+        """Messages of a peer's pipe that the owner has taken out."""
+        return self._of_peer(5, peer)
+
     def header(self, peer: int, packet: int) -> int:
         """Of a packet to a peer: its bytes, and the offset of a registered buffer plus 1 where it stands for one."""
         return self._of_peer(3, peer) + packet % NUM_PACKETS * 16
@@ -72,13 +82,18 @@ class GroupLayout:
         first = self.start + self._control_size(self.size) + NUM_SLOTS * CHUNK
         return first + (peer * NUM_PACKETS + packet % NUM_PACKETS) * PACKET
 
+    def message(self, peer: int, number: int) -> int:
+        """What a message to a peer consists of."""
+        first = self.packet(self.size, 0)
+        return first + (peer * NUM_MESSAGES + number % NUM_MESSAGES) * MESSAGE_WORDS * 8
+
     @property
     def stop(self) -> int:
-        return self.packet(self.size, 0)
+        return self.message(self.size, 0)
 
     @staticmethod
     def _control_size(size: int) -> int:
-        return -(-(6 + 4 * size) * _LINE // _PAGE) * _PAGE
+        return -(-(6 + 6 * size) * _LINE // _PAGE) * _PAGE
 
 
 def lay_out(group_sizes: Sequence[int]) -> list[GroupLayout]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -11,6 +12,7 @@ from process_groups.arena import Mapping
 from process_groups.exchange import Exchange
 from process_groups.lane import ENDED, Ended, Lane, Quick, Steps, Task, is_short
 from process_groups.ledger import Ledger, Member
+from process_groups.pipes import SharedPipe
 from process_groups.shared_collectives import FLAT, FlatAllReduce, is_flat, steps_of
 from process_groups.shared_layout import GroupLayout
 from process_groups.shared_packets import Packets
@@ -71,6 +73,11 @@ class SharedMemoryTransport:
             return ENDED if left is None else quick.lane.add_waiting(call, left)
         lane, steps = self._lane_and_steps(call)
         return lane.add(call, steps, is_short(call) and (call.strategy != "adaptive" or self._adaptive.is_ready))
+
+    def pipe(self, peer: int) -> SharedPipe:
+        """To and from a peer, for the engine thread."""
+        call = Call("recv", peer=peer, number=sys.maxsize, terms="a message")  # one that will never have been made
+        return SharedPipe(self._exchange, peer, self._patience, lambda: self._ledger.trouble(call))
 
     def quick(self, call: Call) -> Quick | None:
         """How such a call is carried out at once, if it is small."""

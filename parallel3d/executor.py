@@ -1,0 +1,286 @@
+"""Runs this rank's column of a schedule's table: receive, compute, send, in the table's order.
+
+The engine thread does it, from the first action to the last: one hand-over a step. Sends never wait, receives take
+what has come already, and while nothing has, weight gradients that wait for their turn are worked off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from parallel3d.rank_mesh import Mesh
+from parallel3d.schedules.actions import Action, Kind
+from parallel3d.schedules.table import Table
+from parallel3d.stage import Loss, Stage
+from process_groups.pipes import Pipe
+from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, InvalidCall, name_rank
+
+Reduce = Callable[[int], Awaitable[None]]
+"""Reduces a stage's gradients over the replicas."""
+
+
+class Timed(NamedTuple):
+    """An action as it was, in seconds of time.perf_counter. A receive begins when the rank starts waiting for it."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step gave on this rank."""
+
+    loss: float
+    """The whole pipeline's, on every rank."""
+    timed: tuple[Timed, ...]
+    """This rank's actions, in order."""
+    peak_activations: dict[int, int]
+    """Of each stage of this rank: the most microbatches that were kept at a time."""
+
+
+_OPPOSITE = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
+
+
+def receive_of(send: Action) -> Action:
+    """The receive in which a send ends."""
+    return Action(send.stage + (1 if send.kind is Kind.SEND_F else -1), _OPPOSITE[send.kind], send.microbatch)
+
+
+class Executor:
+    """One rank's part of a pipeline. Make it on the event loop, once a mesh."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        table: Table,
+        stages: Mapping[int, Stage],
+        loss: Loss,
+        *,
+        reduce: Reduce | None = None,
+    ) -> None:
+        self._mesh, self._group, self._loss, self._reduce = mesh, mesh.pp, loss, reduce
+        self.table = table.with_communication()
+        if self.table.num_ranks != mesh.pp.size:
+            raise InvalidCall(f"the table is for {self.table.num_ranks} ranks, but the mesh has pp = {mesh.pp.size}.")
+        me = mesh.pp.rank
+        if set(stages) != set(self.table.stages_of_rank(me)):
+            raise InvalidCall(
+                f"pipeline rank {me} has the stages {list(self.table.stages_of_rank(me))}, but modules for "
+                f"{sorted(stages)} are given."
+            )
+        self.stages, self._column = dict(stages), self.table.columns[me]
+        self._incoming = {
+            rank: [receive_of(each) for each in column if self._is_send_to(each, me)]
+            for rank, column in enumerate(self.table.columns)
+            if rank != me
+        }
+        """From each peer, what its messages are, in order."""
+        peers = [rank for rank in self._incoming if self._incoming[rank] or self._sends_to(rank)]
+        self._pipes: dict[int, Pipe] = {rank: mesh.pp.pipe(rank) for rank in peers}
+        self._loop = asyncio.get_running_loop()
+        self._reductions: list[asyncio.Task[None]] = []
+
+    def _is_send_to(self, action: Action, rank: int) -> bool:
+        return action.kind in _OPPOSITE and self.table.rank_of_stage[receive_of(action).stage] == rank
+
+    def _sends_to(self, rank: int) -> bool:
+        return any(self._is_send_to(action, rank) for action in self._column)
+
+    async def step(self, inputs: Sequence[Any], targets: Sequence[Any], weights: Sequence[float] | None = None) -> Step:
+        """Forward and backward of all microbatches; gradients are added to the parameters' `.grad`.
+
+        The step's loss is the microbatches' losses, each times its weight: one over their number, if not given.
+        """
+        num = self.table.microbatches
+        weights = [1.0 / num] * num if weights is None else weights
+        for name, given in (("inputs", inputs), ("targets", targets), ("weights", weights)):
+            if len(given) != num:
+                raise InvalidCall(f"step: {len(given)} {name} for {num} microbatches.")
+        self._reductions = []
+        run = _Run(self, inputs, targets, weights, time.monotonic() + self._group.timeout)
+        computing = asyncio.ensure_future(self._mesh.compute(run.column))
+        try:
+            await asyncio.shield(computing)
+        except asyncio.CancelledError:
+            self._group.abort(GroupClosed("the step was cancelled", rank=self._mesh.rank, coords=self._mesh.coords))
+            await asyncio.wait([computing])  # it ends soon, for its group is closed
+            raise
+        except CommunicationError as error:
+            self._group.abort(error)
+            raise
+        for reduction in self._reductions:
+            await reduction
+        return Step(await self._share_loss(run.loss), tuple(run.timed), self._peaks())
+
+    async def _share_loss(self, loss: float) -> float:
+        if self._group.size == 1:
+            return loss
+        shared = torch.tensor([loss], dtype=torch.float64, device=self._group.device)
+        await self._group.broadcast(shared, root=self.table.rank_of_stage[-1])
+        return float(shared)
+
+    def _peaks(self) -> dict[int, int]:
+        return {index: stage.peak_activations for index, stage in self.stages.items()}
+
+    def start_reduction(self, stage: int) -> None:
+        """In the engine thread: the event loop shall reduce this stage's gradients, while others are computed."""
+        if self._reduce is not None:
+            self._loop.call_soon_threadsafe(self._reduce_on_loop, stage)
+
+    def _reduce_on_loop(self, stage: int) -> None:
+        async def reduce() -> None:
+            assert self._reduce is not None
+            await self._reduce(stage)
+
+        self._reductions.append(self._loop.create_task(reduce()))
+
+
+class _Run:
+    """One step, in the engine thread."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        inputs: Sequence[Any],
+        targets: Sequence[Any],
+        weights: Sequence[float],
+        deadline: float,
+    ) -> None:
+        self._executor, self._stages, self._table = executor, executor.stages, executor.table
+        self._inputs, self._targets, self._weights = inputs, targets, weights
+        self._deadline = deadline
+        self._incoming = {rank: deque(receives) for rank, receives in executor._incoming.items()}
+        self._here: dict[Action, list[torch.Tensor | None]] = {}
+        """What has come, by the receive that waits for it."""
+        self._unfinished: deque[tuple[Stage, int]] = deque()
+        """Whose weight part is still to come, oldest first."""
+        self.loss = 0.0
+        self.timed: list[Timed] = []
+
+    def column(self) -> None:
+        """From the first action to the last."""
+        for stage in self._stages.values():
+            stage.begin()
+        for rank, pipe in self._executor._pipes.items():
+            pipe.expect(len(self._incoming[rank]))
+        do = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.I: self._input_backward,
+            Kind.W: self._weight_backward,
+            Kind.SEND_F: self._send_forward,
+            Kind.SEND_B: self._send_backward,
+            Kind.RECV_F: self._receive,
+            Kind.RECV_B: self._receive,
+        }
+        for action in self._executor._column:
+            start = time.perf_counter()
+            if action.kind is Kind.REDUCE_GRAD:
+                self._executor.start_reduction(action.stage)
+            else:
+                do[action.kind](action)
+            self.timed.append(Timed(action, start, time.perf_counter()))
+        for pipe in self._executor._pipes.values():
+            pipe.flush(self._deadline)
+
+    # Computing.
+
+    def _forward(self, action: Action) -> None:
+        stage, microbatch = self._stages[action.stage], _microbatch(action)
+        if stage.is_first:
+            given = self._inputs[microbatch]
+            inputs = list(given) if isinstance(given, tuple | list) else [given]
+        else:
+            inputs = [each for each in self._taken(Kind.RECV_F, stage.index, microbatch) if each is not None]
+        output = stage.forward(microbatch, inputs)
+        if stage.is_last:
+            loss = self._executor._loss(output, self._targets[microbatch]) * self._weights[microbatch]
+            stage.set_loss(microbatch, loss)
+            self.loss += float(loss.detach())
+        elif not self._table.crosses_ranks(stage.index):
+            self._here[Action(stage.index + 1, Kind.RECV_F, microbatch)] = [*stage.outputs(microbatch)]
+
+    def _backward(self, action: Action) -> None:
+        stage, microbatch = self._stages[action.stage], _microbatch(action)
+        stage.backward(microbatch, self._gradients(stage, microbatch))
+        self._pass_gradients_on(stage, microbatch)
+        stage.let_go(microbatch)
+
+    def _input_backward(self, action: Action) -> None:
+        stage, microbatch = self._stages[action.stage], _microbatch(action)
+        stage.input_backward(microbatch, self._gradients(stage, microbatch))
+        self._pass_gradients_on(stage, microbatch)
+        self._unfinished.append((stage, microbatch))
+
+    def _weight_backward(self, action: Action) -> None:
+        stage, microbatch = self._stages[action.stage], _microbatch(action)
+        stage.weight_backward(microbatch)
+        self._unfinished.remove((stage, microbatch))
+
+    def _gradients(self, stage: Stage, microbatch: int) -> list[torch.Tensor | None] | None:
+        return None if stage.is_last else self._taken(Kind.RECV_B, stage.index, microbatch)
+
+    def _pass_gradients_on(self, stage: Stage, microbatch: int) -> None:
+        if stage.is_first:
+            return
+        gradients = stage.input_gradients(microbatch)
+        if self._table.crosses_ranks(stage.index - 1):
+            self._here[Action(stage.index, Kind.SEND_B, microbatch)] = gradients
+        else:
+            self._here[Action(stage.index - 1, Kind.RECV_B, microbatch)] = gradients
+
+    def _taken(self, kind: Kind, stage: int, microbatch: int) -> list[torch.Tensor | None]:
+        return self._here.pop(Action(stage, kind, microbatch))
+
+    # Sending and receiving.
+
+    def _send_forward(self, action: Action) -> None:
+        stage = self._stages[action.stage]
+        self._pipe_to(action).send(stage.outputs(_microbatch(action)))
+
+    def _send_backward(self, action: Action) -> None:
+        self._pipe_to(action).send(self._here.pop(action))
+
+    def _pipe_to(self, send: Action) -> Pipe:
+        return self._executor._pipes[self._table.rank_of_stage[receive_of(send).stage]]
+
+    def _receive(self, action: Action) -> None:
+        """Messages of a peer come in its order; those that are for later are put aside."""
+        neighbour = action.stage + (-1 if action.kind is Kind.RECV_F else 1)
+        rank = self._table.rank_of_stage[neighbour]
+        pipe, incoming = self._executor._pipes[rank], self._incoming[rank]
+        while action not in self._here:
+            try:
+                self._here[incoming[0]] = pipe.receive(self._deadline, self._work_off_one)
+            except DeadlineExceeded as late:
+                raise self._too_late(action, neighbour, rank) from late
+            incoming.popleft()
+
+    def _work_off_one(self) -> bool:
+        """While nothing has come: a bit of what waits for its turn."""
+        return any(stage.work_off_one(microbatch) for stage, microbatch in self._unfinished)
+
+    def _too_late(self, action: Action, neighbour: int, rank: int) -> DeadlineExceeded:
+        group = self._executor._group
+        world_rank = group.ranks[rank]
+        coords = self._executor._mesh.topology.coords(world_rank)
+        sent = Action(neighbour, Kind.SEND_F if action.kind is Kind.RECV_F else Kind.SEND_B, action.microbatch)
+        return DeadlineExceeded(
+            f"{action} did not end within {group.timeout:g} s: {name_rank(world_rank, coords)} has not come to {sent}.",
+            rank=world_rank,
+            coords=coords,
+            action=str(action),
+        )
+
+
+def _microbatch(action: Action) -> int:
+    assert action.microbatch is not None
+    return action.microbatch

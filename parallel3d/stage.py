@@ -1,0 +1,115 @@
+"""One stage of a pipeline: its module, and what its microbatches keep from forward to backward."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel3d.weight_gradients import Job, collecting, split_weight_gradients
+from runtime.errors import InvalidCall
+
+Loss = Callable[[Any, Any], torch.Tensor]
+"""Of the last stage's output and a microbatch's target: a scalar."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What a microbatch keeps: `inputs` and `outputs` until its backward, `jobs` until its weight part."""
+
+    inputs: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor] = ()
+    jobs: deque[Job] = field(default_factory=deque)
+
+
+class Stage:
+    """A module that is a part of the model. Its output is a tensor or a tuple of them, which are the next one's
+    arguments; those that need no gradient get none."""
+
+    def __init__(self, index: int, num_stages: int, module: nn.Module, *, splits_backward: bool = False) -> None:
+        self.index, self.module = index, module
+        self.is_first, self.is_last = index == 0, index == num_stages - 1
+        self._kept: dict[int, _Kept] = {}
+        self.peak_activations = 0
+        """The most microbatches that were kept at a time since `begin`."""
+        if splits_backward:
+            split_weight_gradients(module)
+
+    def begin(self) -> None:
+        """A new step."""
+        self._kept.clear()
+        self.peak_activations = 0
+
+    def forward(self, microbatch: int, inputs: Sequence[torch.Tensor]) -> Any:
+        """The module's output."""
+        kept = self._kept[microbatch] = _Kept([] if self.is_first else inputs)
+        self.peak_activations = max(self.peak_activations, len(self._kept))
+        output = self.module(*inputs)
+        kept.outputs = self.check(output)
+        return output
+
+    def check(self, output: Any) -> Sequence[torch.Tensor]:
+        """The output as a sequence of tensors."""
+        outputs = output if isinstance(output, tuple | list) else (output,)
+        for each in outputs:
+            if not isinstance(each, torch.Tensor):
+                raise InvalidCall(
+                    f"stage {self.index} gives {type(each).__name__}; a stage gives a tensor or a tuple of tensors."
+                )
+        return outputs
+
+    def set_loss(self, microbatch: int, loss: torch.Tensor) -> None:
+        """The last stage's backward begins with this."""
+        self._kept[microbatch].outputs = (loss,)
+
+    def outputs(self, microbatch: int) -> list[torch.Tensor]:
+        """What the next stage gets, detached; those that need a gradient say so."""
+        return [each.detach().requires_grad_(each.requires_grad) for each in self._kept[microbatch].outputs]
+
+    def backward(self, microbatch: int, gradients: Sequence[torch.Tensor | None] | None) -> None:
+        """All of it. `gradients` are those of the outputs that need one; None for the last stage."""
+        self._backward(self._kept[microbatch], gradients)
+
+    def input_backward(self, microbatch: int, gradients: Sequence[torch.Tensor | None] | None) -> None:
+        """What the stage before waits for; the rest is left for `weight_backward`."""
+        kept = self._kept[microbatch]
+        with collecting(kept.jobs):
+            self._backward(kept, gradients)
+
+    def weight_backward(self, microbatch: int) -> None:
+        """What is left, and nothing is kept any more."""
+        while self.work_off_one(microbatch):
+            pass
+        del self._kept[microbatch]
+
+    def work_off_one(self, microbatch: int) -> bool:
+        """One weight's part; False where none is left."""
+        kept = self._kept.get(microbatch)
+        if kept is None or not kept.jobs:
+            return False
+        kept.jobs.popleft()()
+        return True
+
+    @staticmethod
+    def _backward(kept: _Kept, gradients: Sequence[torch.Tensor | None] | None) -> None:
+        needing = [each for each in kept.outputs if each.requires_grad]
+        if gradients is None:
+            pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = [(each, None) for each in needing]
+        else:
+            found = zip(needing, gradients, strict=True)
+            pairs = [(each, gradient) for each, gradient in found if gradient is not None]
+        kept.outputs = ()
+        if pairs:
+            torch.autograd.backward([each for each, _ in pairs], [gradient for _, gradient in pairs])
+
+    def input_gradients(self, microbatch: int) -> list[torch.Tensor | None]:
+        """Of the inputs that need one; None for one that was not used."""
+        return [each.grad for each in self._kept[microbatch].inputs if each.requires_grad]
+
+    def let_go(self, microbatch: int) -> None:
+        """After a whole backward nothing is needed any more."""
+        del self._kept[microbatch]
