@@ -51,6 +51,7 @@ VALUE_ALIASES = {
         "1F1B": "1f1b",
         "Interleaved1F1B": "interleaved",
         "GPipe": "gpipe",
+        "LoopedBFS": "round-robin",
         "ZBVZeroBubble": "zbv",
         "DualPipeV": "dualpipe-v",
     },

@@ -11,6 +11,7 @@ from pydantic import Field, PlainSerializer, PlainValidator, Strict, WithJsonSch
 from pydantic_core import PydanticCustomError
 
 from parallel3d.config.errors import enumerate_words, nearest
+from parallel3d.schedules.limits import SCHEDULES, is_csv
 
 CommStrategy = Literal["default", "ring", "tree", "hierarchical", "adaptive"]
 SingleStrategy = Literal["default", "ring", "tree", "hierarchical"]
@@ -20,10 +21,6 @@ Backend = Literal["auto", "gloo", "nccl"]
 MemoryStrategy = Literal["basic", "standard", "aggressive", "extreme"]
 OptimizerName = Literal["adamw", "sgd"]
 Precision = Literal["float32", "float64", "bfloat16"]
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "round-robin", "zero-bubble", "zbv", "dualpipe-v"]
-
-NEEDS_VIRTUAL_STAGES = frozenset(("interleaved", "round-robin"))
-IMPLIES_TWO_VIRTUAL_STAGES = frozenset(("zbv", "dualpipe-v"))
 
 StrategyTable = tuple[tuple[int, str], ...]
 RankTable = tuple[tuple[int, int, int], ...]
@@ -100,10 +97,9 @@ def _strategy_table(value: Any) -> StrategyTable:
 
 
 def _schedule(value: Any) -> str:
-    names = get_args(ScheduleName)
-    if isinstance(value, str) and (value in names or (value.startswith("csv:") and len(value) > len("csv:"))):
+    if isinstance(value, str) and (value in SCHEDULES or is_csv(value)):
         return value
-    raise choice_refusal(value, names, '"csv:PATH"')
+    raise choice_refusal(value, SCHEDULES, '"csv:PATH"')
 
 
 def _order(value: Any) -> str | RankTable:
@@ -157,7 +153,7 @@ AdaptiveTable = Annotated[
 Schedule = Annotated[
     str,
     PlainValidator(_schedule),
-    WithJsonSchema({"anyOf": [{"enum": list(get_args(ScheduleName))}, {"type": "string", "pattern": "^csv:."}]}),
+    WithJsonSchema({"anyOf": [{"enum": list(SCHEDULES)}, {"type": "string", "pattern": "^csv:."}]}),
 ]
 _TABLE_SCHEMA = {
     "type": "array",

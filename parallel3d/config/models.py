@@ -8,7 +8,6 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 
 from parallel3d.config import scalars
 from parallel3d.config.fields import (
-    IMPLIES_TWO_VIRTUAL_STAGES,
     AdaptiveTable,
     Backend,
     CommStrategy,
@@ -28,6 +27,7 @@ from parallel3d.config.fields import (
     Schedule,
     Size,
 )
+from parallel3d.schedules.limits import IMPLIES_TWO_VIRTUAL_STAGES
 
 
 class Section(BaseModel):
@@ -125,7 +125,8 @@ class Pipeline(Section):
     """`gpipe`, `1f1b`, `interleaved`, `round-robin`, `zero-bubble`, `zbv`, `dualpipe-v`, or `"csv:PATH"`: a
     table of your own. The default keeps fewer activations than `gpipe` and needs no virtual stages."""
     microbatches: Count = 1
-    """Microbatches that each replica's share of a batch is cut into. More of them make the bubble smaller."""
+    """Microbatches that each replica's share of a batch is cut into. More of them make the bubble smaller.
+    `interleaved` needs a multiple of `parallel.pp`, `dualpipe-v` at least 2 x pp."""
     virtual_stages: Count = 1
     """Stages a rank. 2 or more for `interleaved` and `round-robin`, always 2 for `zbv` and `dualpipe-v`
     (may be left out), the table's own for `csv:`, 1 for the others."""

@@ -8,8 +8,15 @@ from dataclasses import dataclass
 
 from parallel3d.config.errors import enumerate_words
 from parallel3d.config.factories import missing_module
-from parallel3d.config.fields import IMPLIES_TWO_VIRTUAL_STAGES, NEEDS_VIRTUAL_STAGES, is_factory
+from parallel3d.config.fields import is_factory
 from parallel3d.config.models import GptModel, RunConfig
+from parallel3d.schedules.limits import (
+    IMPLIES_TWO_VIRTUAL_STAGES,
+    NEEDS_VIRTUAL_STAGES,
+    NEEDS_WHOLE_ROUNDS,
+    better_microbatches,
+    has_one_stage_a_rank,
+)
 
 # Longer examples explain nothing.
 _LONGEST_EXAMPLE = 16
@@ -100,7 +107,7 @@ def _virtual_stages_fit_schedule(config: RunConfig, _: int | None) -> Iterator[F
             f"the schedule {schedule} always has 2 virtual stages a rank.",
             "Set virtual_stages to 2, or leave it out.",
         )
-    elif virtual > 1 and _has_one_stage_a_rank(schedule):
+    elif virtual > 1 and has_one_stage_a_rank(schedule):
         yield Finding(
             blame,
             f"the schedule {schedule} has one stage a rank.",
@@ -108,9 +115,18 @@ def _virtual_stages_fit_schedule(config: RunConfig, _: int | None) -> Iterator[F
         )
 
 
-def _has_one_stage_a_rank(schedule: str) -> bool:
-    several = NEEDS_VIRTUAL_STAGES | IMPLIES_TWO_VIRTUAL_STAGES
-    return schedule not in several and not schedule.startswith("csv:")
+def _microbatches_fit_schedule(config: RunConfig, _: int | None) -> Iterator[Finding]:
+    schedule, pp = config.pipeline.schedule, config.parallel.pp
+    better = [str(number) for number in better_microbatches(schedule, pp, config.pipeline.microbatches)]
+    if not better:
+        return
+    blame = ("pipeline.microbatches", "pipeline.schedule", "parallel.pp")
+    remedy = f"Set microbatches to {enumerate_words(better)}"
+    if schedule in NEEDS_WHOLE_ROUNDS:
+        yield Finding(blame, f"the schedule {schedule} needs a multiple of pp({pp}) microbatches.", f"{remedy}.")
+    else:
+        text = f"the schedule {schedule} needs 2 x pp({pp}) = {2 * pp} or more microbatches."
+        yield Finding(blame, text, f"{remedy}, or schedule to zbv.")
 
 
 def _layers_split(config: RunConfig, _: int | None) -> Iterator[Finding]:
@@ -212,6 +228,7 @@ RULES = (
     Rule(_fits_world, ("parallel.dp", "parallel.tp", "parallel.pp")),
     Rule(_heads_divide_width, ("model.factory", "model.args.width", "model.args.heads")),
     Rule(_virtual_stages_fit_schedule, ("pipeline.schedule", "pipeline.virtual_stages")),
+    Rule(_microbatches_fit_schedule, ("pipeline.schedule", "pipeline.microbatches", "parallel.pp")),
     Rule(
         _layers_split,
         (

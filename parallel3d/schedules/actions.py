@@ -54,7 +54,8 @@ class Action(NamedTuple):
 
 
 _KINDS = "|".join(sorted(Kind, key=len, reverse=True))
-_ACTION = re.compile(rf"(\d+)({_KINDS})(\d*)")
+# Python refuses to read numbers of thousands of digits, with an error of its own.
+_ACTION = re.compile(rf"(\d{{1,9}})({_KINDS})(\d{{0,9}})", re.ASCII)
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
@@ -69,7 +70,7 @@ def _parse(text: str) -> Action:
     found = _ACTION.fullmatch(text.strip())
     if found is None or (found.group(2) == Kind.REDUCE_GRAD) != (found.group(3) == ""):
         raise InvalidCall(
-            f"{text!r} is no action: write a stage, one of {', '.join(Kind)}, and a microbatch, such as 2F0; "
+            f"{text[:40]!r} is no action: write a stage, one of {', '.join(Kind)}, and a microbatch, such as 2F0; "
             "REDUCE_GRAD has no microbatch."
         )
     stage, kind, microbatch = found.groups()

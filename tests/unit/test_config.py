@@ -78,7 +78,7 @@ def test_batch_size_defaults_to_microbatches_of_one(here):
 
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipe-v"])
 def test_v_schedules_imply_two_virtual_stages(schedule, here):
-    config = load(f"{{pipeline: {{schedule: {schedule}}}, parallel: {{pp: 2}}}}", here)
+    config = load(f"{{pipeline: {{schedule: {schedule}, microbatches: 4}}, parallel: {{pp: 2}}}}", here)
     assert (config.pipeline.virtual_stages, config.num_stages) == (2, 4)
 
 
@@ -135,7 +135,8 @@ def test_every_alias_means_its_key(alias, name):
     [(path, *pair) for path, words in VALUE_ALIASES.items() for pair in words.items()],
 )
 def test_every_known_word_means_ours(path, word, ours):
-    more = {"pipeline.virtual_stages": 2} if ours == "interleaved" else {}
+    sizes = {"pipeline.virtual_stages": 2, "pipeline.microbatches": 2}
+    more = sizes if ours in ("interleaved", "round-robin", "dualpipe-v") else {}
     section, key = path.split(".")
     config = load_config(None, overrides={path: word, **more}, environ={})
     assert getattr(getattr(config, section), key) == ours
@@ -144,7 +145,7 @@ def test_every_known_word_means_ours(path, word, ours):
 def test_a_torchtitan_file_is_understood(here):
     config = load(
         "parallelism: {pipeline_parallel_degree: 2, pipeline_parallel_schedule: Interleaved1F1B}\n"
-        "pipeline: {num_virtual_stages_per_rank: 3}\n"
+        "pipeline: {num_virtual_stages_per_rank: 3, microbatches: 4}\n"
         "training: {global_batch_size: 4, steps: 7}\n",
         here,
     )
