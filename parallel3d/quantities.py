@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 
 BYTES = {
     "b": 1,
@@ -22,4 +23,5 @@ def in_base_unit(text: str, units: Mapping[str, float]) -> float | None:
     """The number times its unit, in either case of letters; None where it is neither. A bare number needs a unit ""."""
     match = _QUANTITY.fullmatch(text.strip()) if len(text) <= _LONGEST else None
     factor = units.get(match[2].lower()) if match else None
-    return float(match[1]) * factor if match and factor is not None else None
+    # Exactly, or 4.1 KB would be a little less than 4100 bytes.
+    return float(Fraction(match[1]) * Fraction(factor)) if match and factor is not None else None

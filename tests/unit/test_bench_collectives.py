@@ -32,6 +32,8 @@ from runtime.errors import InvalidCall
         (" 64KiB ", 65536),
         ("64 kib", 65536),
         ("64k", 65536),
+        ("4KB", 4000),
+        ("4.1 kb", 4100),
         ("1M", 1 << 20),
         ("1.5MiB", 3 << 19),
         ("2GiB", 2 << 30),
@@ -46,7 +48,18 @@ def test_a_list_of_sizes_keeps_its_order_and_counts_each_once():
 
 
 @pytest.mark.parametrize(
-    ("size", "text"), [(4, "4 B"), (1023, "1023 B"), (65536, "64 KiB"), (3 << 19, "1.5 MiB"), (2 << 30, "2 GiB")]
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (4, "4 B"),
+        (1023, "1023 B"),
+        (65536, "64 KiB"),
+        (3 << 19, "1.5 MiB"),
+        (2 << 30, "2 GiB"),
+        (4000, "4 KB"),
+        (1_500_000, "1.5 MB"),
+        (1_024_000, "1000 KiB"),
+    ],
 )
 def test_sizes_are_shown(size, text):
     assert human(size) == text
@@ -82,6 +95,8 @@ def test_large_sizes_and_quick_runs_repeat_less():
         ({"sizes": "-4"}, "--sizes '-4' is not a size such as 4, 64KiB or 1.5MiB."),
         ({"sizes": "0"}, "--sizes '0' is 0 bytes; give whole ones, 1 or more."),
         ({"sizes": "1.5"}, "--sizes '1.5' is 1.5 bytes; give whole ones, 1 or more."),
+        ({"sizes": "9" * 400}, "--sizes '999999999999...9999999999999' is not a size such as 4, 64KiB or 1.5MiB."),
+        ({"sizes": "8388608TiB"}, "--sizes '8388608TiB' is more than any memory; give less than 8 EiB."),
         ({"sizes": "6"}, "--sizes 6: a float32 has 4 bytes, and 6 is no multiple. Give 4 or 8."),
         ({"sizes": "2"}, "--sizes 2: a float32 has 4 bytes, and 2 is no multiple. Give 4."),
         ({"strategies": "best"}, f"--strategies 'best' is not one of {', '.join(STRATEGIES)}."),

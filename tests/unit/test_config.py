@@ -90,6 +90,7 @@ def test_v_schedules_imply_two_virtual_stages(schedule, here):
         ("8GiB", 8 << 30),
         ('"1.5 KiB"', 1536),
         ("2 kB", 2000),
+        ("4.1 kB", 4100),
         ("1 TB", 10**12),
     ],
 )
