@@ -73,7 +73,8 @@ async def _measure_ranks(plan: Plan, num_ranks: int, mpi: Mpi | None, folder: Pa
             except BenchmarkError as error:
                 if crew.name != MPI:
                     raise
-                del crews[MPI]  # an installation of the user's that does not work is no reason to measure nothing
+                # An installation of the user's that does not work is no reason to measure nothing.
+                await crews.pop(MPI).dismiss()
                 note(f"mpi is left out of {num_ranks} ranks: {error}")
         return Run(
             num_ranks,
