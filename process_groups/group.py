@@ -104,7 +104,8 @@ class Group:
         """Every rank's tensor becomes the sum (mean, min, max) of all.
 
         `strategy` is `default` (the transport's own), `ring`, `tree`, `hierarchical` or `adaptive`; left out, it is
-        the mesh's (`comm.strategy`). Only `default` adds up in the same order on every mesh.
+        the mesh's (`comm.strategy`). Only `default` adds up in the same order on every mesh, and only in shared memory:
+        with gloo or NCCL the order is theirs.
 
         With `shared`, take what the await gives as the result: where all ranks are on one host and the tensors are
         registered, that is one in common, which saves writing a copy for each rank. It is for reading, and good until

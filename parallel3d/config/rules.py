@@ -24,7 +24,7 @@ _LONGEST_EXAMPLE = 16
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A broken rule. `blame`: the keys at fault; the first that was given is shown."""
+    """A broken rule. `blame`: the keys at fault; the first that was given is shown, an override before the file."""
 
     blame: tuple[str, ...]
     message: str
@@ -212,6 +212,15 @@ def _one_source_of_data(config: RunConfig, _: int | None) -> Iterator[Finding]:
         yield Finding(("data.path",), "not read when data.factory is given.", "Remove data.path or data.factory.")
 
 
+def _table_is_used(config: RunConfig, _: int | None) -> Iterator[Finding]:
+    if config.comm.strategy_table is not None and config.comm.strategy != "adaptive":
+        yield Finding(
+            ("comm.strategy_table",),
+            f"it is for adaptive all-reduces, and comm.strategy is {config.comm.strategy}.",
+            "Set comm.strategy to adaptive, or remove strategy_table.",
+        )
+
+
 def _near_multiples(value: int, step: int) -> str:
     below, above = value // step * step, (value // step + 1) * step
     return enumerate_words([str(number) for number in (below, above) if number])
@@ -246,4 +255,5 @@ RULES = (
     Rule(_factories_exist("model.loss", lambda config: config.model.loss), ("model.loss",)),
     Rule(_factories_exist("data.factory", lambda config: config.data.factory), ("data.factory",)),
     Rule(_one_source_of_data, ("data.path", "data.factory")),
+    Rule(_table_is_used, ("comm.strategy", "comm.strategy_table")),
 )

@@ -136,6 +136,22 @@ def test_an_override_is_named_as_the_place(overrides, environ, place, rule, reme
     assert str(error.value) == f"{place}  {rule}\n{' ' * len(place)}  {remedy}"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "environ", "place"),
+    [
+        ({"parallel.pp": "4"}, {}, "--set parallel.pp"),
+        ({"parallel": {"pp": 4}}, {}, "--set parallel"),
+        ({}, {"PARALLEL3D_PARALLEL__PP": "4"}, "PARALLEL3D_PARALLEL__PP"),
+    ],
+)
+def test_what_was_set_is_blamed_before_the_file(refused, overrides, environ, place):
+    error = refused("parallel: {dp: 2, tp: 2, pp: 2}", world_size=8, overrides=overrides, environ=environ)
+    assert error == (
+        f"{place}  parallel.pp = 4: dp(2) x tp(2) x pp(4) = 16 ranks, but 8 were started.\n"
+        f"{' ' * len(place)}  Set dp to 1, or start 16 ranks."
+    )
+
+
 def test_an_override_inside_a_list_of_the_file(refused):
     text, overrides = "pipeline: {layers_per_stage: [24]}", {"pipeline.layers_per_stage.0": "3"}
     assert refused(text, overrides=overrides) == (
