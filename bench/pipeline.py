@@ -26,10 +26,9 @@ from torch import nn
 from torch.distributed import pipelining
 
 import parallel3d
-from parallel3d.executor import Executor, Timed
-from parallel3d.schedules.actions import Kind
+from parallel3d.executor import Executor
+from parallel3d.measured import compare
 from parallel3d.schedules.build import build
-from parallel3d.simulation import Costs, simulate
 from parallel3d.stage import Stage
 
 MS = 1e-3
@@ -117,16 +116,6 @@ async def sleeping(bench: Bench, microbatches: int, forward: float, backward: fl
     }
 
 
-async def costs_of(bench: Bench, timed: tuple[Timed, ...]) -> Costs:
-    """What each stage's actions took in a step, and a message's way."""
-    seconds = {kind: [each.end - each.start for each in timed if each.action.kind is kind] for kind in Kind}
-    mean = {kind: sum(values) / len(values) if values else 0.0 for kind, values in seconds.items()}
-    mine = torch.tensor([[mean[Kind.F], mean[Kind.B] + mean[Kind.I], mean[Kind.W]]], dtype=torch.float64)
-    rows = (await bench.mesh.pp.all_gather(mine)).tolist()
-    forward, input_backward, weight_backward = zip(*rows, strict=True)
-    return Costs(bench.size, forward, input_backward, weight_backward)
-
-
 async def gpt(bench: Bench, sequence: int, rounds: int) -> dict[str, Any]:
     batch, microbatches = 16, 8
     torch.manual_seed(1)
@@ -162,8 +151,8 @@ async def gpt(bench: Bench, sequence: int, rounds: int) -> dict[str, Any]:
                 continue  # torch makes connections and imports what it needs
             seconds[name].append(took)
             if name in executors:
-                costs = await costs_of(bench, last[name].timed)
-                simulated[name].append(simulate(executors[name].table, costs).makespan / took)
+                measured = await executors[name].measured(last[name])
+                simulated[name].append(compare(measured).planned.makespan / took)
     ratio = {
         "over_torch": [a / b for a, b in zip(seconds["torch 1f1b"], seconds["ours 1f1b"], strict=True)],
         "zero_bubble_gain": [a / b for a, b in zip(seconds["ours 1f1b"], seconds["ours zero-bubble"], strict=True)],
