@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, PlainSerializer, PlainValidator, Strict, ValidationError, WithJsonSchema
+from pydantic import Field, PlainSerializer, PlainValidator, Strict, TypeAdapter, ValidationError, WithJsonSchema
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from parallel3d.config.errors import MOST_PROBLEMS, enumerate_words, nearest, show
@@ -22,6 +22,7 @@ Backend = Literal["auto", "gloo", "nccl"]
 MemoryStrategy = Literal["basic", "standard", "aggressive", "extreme"]
 OptimizerName = Literal["adamw", "sgd"]
 Precision = Literal["float32", "float64", "bfloat16"]
+WayToCut = Literal["even", "parameters", "profile"]
 
 StrategyTable = tuple[tuple[int, str], ...]
 RankTable = tuple[tuple[int, int, int], ...]
@@ -142,6 +143,18 @@ def _named(value: Any, *names: str) -> str:
 
 
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
+_COUNTS: TypeAdapter[tuple[int, ...]] = TypeAdapter(tuple[Annotated[Count, Strict()], ...])
+
+
+def _layers_per_stage(value: Any) -> str | tuple[int, ...]:
+    words = get_args(WayToCut)
+    if isinstance(value, (list, tuple)):
+        return _COUNTS.validate_python(value)  # its errors say which number is wrong
+    if isinstance(value, str) and value in words:
+        return value
+    raise choice_refusal(value, words, "a list of numbers, one a stage")
+
+
 Size = Annotated[
     int,
     PlainValidator(_size),
@@ -181,7 +194,19 @@ Loss = Annotated[
     PlainValidator(lambda value: _named(value, "cross_entropy", "mse")),
     WithJsonSchema({"anyOf": [{"enum": ["cross_entropy", "mse"]}, _MODULE_NAME]}),
 ]
-LayersPerStage = Annotated[tuple[Annotated[Count, Strict()], ...], Strict(False)]
+LayersPerStage = Annotated[
+    WayToCut | tuple[int, ...],
+    PlainValidator(_layers_per_stage),
+    PlainSerializer(lambda way: way if isinstance(way, str) else list(way)),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": list(get_args(WayToCut))},
+                {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 1_000_000}},
+            ]
+        }
+    ),
+]
 LearningRate = Annotated[float, Field(gt=0, le=1e6)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 

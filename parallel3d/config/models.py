@@ -132,7 +132,9 @@ class Pipeline(Section):
     (may be left out), the table's own for `csv:`, 1 for the others."""
     layers_per_stage: LayersPerStage | None = None
     """Layers of each stage, first stage first: pp x virtual_stages numbers that add up to the model's
-    layers. Null: the same number for each."""
+    layers. Or how they are found: `even`: numbers that differ by at most one, the first stages have more.
+    `parameters`: the largest stage has as few parameters as it can. `profile`: the slowest stage is as fast as
+    it can be, by the time each layer takes, measured at the start. Null: `even`."""
 
     @model_validator(mode="before")
     @classmethod

@@ -188,6 +188,17 @@ def test_overrides_take_yaml_lists_and_python_values():
     assert (config.data.path, config.runtime.run_dir) == ("corpus.txt", "7")
 
 
+@pytest.mark.parametrize("way", ["even", "parameters", "profile"])
+def test_a_word_says_how_layers_are_cut(way, here):
+    config = load(f"{{parallel: {{pp: 5}}, pipeline: {{layers_per_stage: {way}}}}}", here)
+    assert config.pipeline.layers_per_stage == way
+    assert load(config.to_yaml(), here) == config
+
+
+def test_layers_need_not_be_a_multiple_of_the_stages(here):
+    assert load("parallel: {pp: 5}", here).pipeline.layers_per_stage is None
+
+
 def test_environment_names_without_a_double_underscore_are_not_ours():
     environ = {
         "PARALLEL3D_HOST": "a",

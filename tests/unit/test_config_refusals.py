@@ -13,12 +13,12 @@ def test_each_case(value_refusal, refused):
 
 
 def test_all_errors_come_at_once_from_top_to_bottom(refused):
-    text = "train: {steps: 0}\nparallel: {pp: 5, dp: x}\npipline: {}\noptimizer: {lr: .inf}\n"
+    text = "train: {steps: 0}\nparallel: {pp: 25, dp: x}\npipline: {}\noptimizer: {lr: .inf}\n"
     overrides, environ = {"train.seed": "-1", "memory.budget": "-1"}, {"PARALLEL3D_COMM__TIMEOUT": "soon"}
     assert refused(text, overrides=overrides, environ=environ).splitlines()[::2] == [
         "run.yaml:1:16  train.steps = 0: must be at least 1.",
-        "run.yaml:2:16  parallel.pp = 5: 24 layers cannot be split evenly over pp(5) x virtual_stages(1) = 5 stages.",
-        'run.yaml:2:23  parallel.dp = "x": must be a whole number.',
+        "run.yaml:2:16  parallel.pp = 25: 24 layers are too few for pp(25) x virtual_stages(1) = 25 stages.",
+        'run.yaml:2:24  parallel.dp = "x": must be a whole number.',
         "run.yaml:3:1  pipline: unknown key.",
         "run.yaml:4:17  optimizer.lr = .inf: must be a finite number.",
         'PARALLEL3D_COMM__TIMEOUT  comm.timeout = "soon": '
