@@ -2,7 +2,7 @@
 
 python bench/pipeline.py [--json] [--quick]
 
-1. Stages that sleep: 1F1B and GPipe, as a share of the ideal (M+P-1)(F+B) with F and B as they were slept in the ranks;
+1. Stages that sleep: 1F1B and GPipe, as a share of the ideal (M+P-1)(F+B) with F and B as measured in the stages;
    zero-bubble beside our own 1F1B, with the backward split in halves.
 2. A small GPT on two ranks: our 1F1B, torch's on the same cut, and our zero-bubble; our step beside what the simulator
    says with the costs that were measured in it.
@@ -196,7 +196,7 @@ def lines_of(sleeps: list[dict[str, Any]], gpts: list[dict[str, Any]]) -> list[s
             f"stages that sleep {each['forward_ms']:g} + {each['backward_ms']:g} ms, {each['ranks']} stages x "
             f"{each['microbatches']} microbatches"
         )
-        lines.append(f"  {'':18} {'ms':>8} {'of ideal, as slept':>20} {'of ideal, nominal':>20}")
+        lines.append(f"  {'':18} {'ms':>8} {'of ideal, measured':>20} {'of ideal, nominal':>20}")
         for name, row in each["contestants"].items():
             ideal = [f"{100 * row[key]:.1f} %" if name != "ours zero-bubble" else "" for key in ("share", "nominal")]
             lines.append(f"  {name:18} {row['seconds'] / MS:8.1f} {ideal[0]:>20} {ideal[1]:>20}")

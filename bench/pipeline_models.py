@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,25 +20,27 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, weight: torch.Tensor, stage: Sleeping) -> torch.Tensor:
         ctx.stage, ctx.weight = stage, weight
-        stage.sleep(stage.forward_seconds, stage.forwards)
+        time.sleep(stage.forward_seconds)
         return values + 1
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         stage, weight = ctx.stage, ctx.weight
-        stage.sleep(stage.backward_seconds / 2, stage.backwards)
+        with stage.timing(stage.backwards):
+            time.sleep(stage.backward_seconds / 2)
 
         def weight_part() -> None:
-            stage.sleep(stage.backward_seconds / 2, stage.backwards)
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
+            with stage.timing(stage.backwards):
+                time.sleep(stage.backward_seconds / 2)
+                if weight.grad is None:
+                    weight.grad = torch.zeros_like(weight)
 
         later(weight_part)
         return gradients[0], None, None
 
 
 class Sleeping(nn.Module):
-    """Takes its time and computes next to nothing. `forwards` and `backwards` are the seconds that it really slept."""
+    """Takes its time and computes next to nothing. `forwards` and `backwards` are the seconds that it really took."""
 
     def __init__(self, forward_seconds: float, backward_seconds: float) -> None:
         super().__init__()
@@ -46,14 +50,15 @@ class Sleeping(nn.Module):
         self.backwards: list[float] = []
         """Half a backward each."""
 
-    @staticmethod
-    def sleep(seconds: float, log: list[float]) -> None:
+    @contextmanager
+    def timing(self, log: list[float]) -> Iterator[None]:
         start = time.perf_counter()
-        time.sleep(seconds)
+        yield
         log.append(time.perf_counter() - start)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return _Sleep.apply(values, self.weight, self)
+        with self.timing(self.forwards):
+            return _Sleep.apply(values, self.weight, self)
 
     def seconds(self) -> float:
         """Of a forward and a backward, on average since the last time."""

@@ -175,7 +175,7 @@ class _Run:
         """What has come, by the receive that waits for it."""
         self._unfinished: deque[tuple[Stage, int]] = deque()
         """Whose weight part is still to come, oldest first."""
-        self.loss = 0.0
+        self._losses: list[torch.Tensor] = []
         self.timed: list[Timed] = []
 
     def column(self) -> None:
@@ -204,6 +204,11 @@ class _Run:
         for pipe in self._executor._pipes.values():
             pipe.flush(self._deadline)
 
+    @property
+    def loss(self) -> float:
+        """Of the last stage; 0 on ranks that don't have it."""
+        return float(sum(each.double() for each in self._losses))
+
     # Computing.
 
     def _forward(self, action: Action) -> None:
@@ -217,7 +222,7 @@ class _Run:
         if stage.is_last:
             loss = self._executor._loss(output, self._targets[microbatch]) * self._weights[microbatch]
             stage.set_loss(microbatch, loss)
-            self.loss += float(loss.detach())
+            self._losses.append(loss.detach())
         elif not self._table.crosses_ranks(stage.index):
             self._here[Action(stage.index + 1, Kind.RECV_F, microbatch)] = [*stage.outputs(microbatch)]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from process_groups.arena import Mapping
 from process_groups.exchange import Exchange
 from process_groups.shared_layout import MESSAGE_WORDS, NUM_MESSAGES
 from process_groups.signals import Abandoned, Patience
@@ -30,6 +32,8 @@ DTYPES = (
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _ABSENT = -1
 _LOOK = 0.05  # seconds between looks whether the peer is still there
+_MOST_KINDS = 64  # of messages whose memory is kept
+_MOST_HEADERS = 1024  # whose meaning is kept
 
 Message = Sequence[torch.Tensor | None]
 """What is sent: tensors, and None for one that is not there. `requires_grad` travels along."""
@@ -54,68 +58,78 @@ class Pipe(Protocol):
         """Wait until everything is on its way."""
 
 
-def describe(message: Message, places: Sequence[int]) -> list[int]:
-    """A message's tensors as words: how many; then for each dtype, requires_grad, place and shape."""
-    words = [len(message)]
-    for tensor, place in zip(message, places, strict=True):
-        if tensor is None:
+Signature = tuple[tuple[torch.dtype, torch.Size, bool] | None, ...]
+"""What is the same of messages that are alike: of each tensor its dtype, its shape, and whether it needs a gradient."""
+
+
+def signature_of(message: Message) -> Signature:
+    return tuple(None if each is None else (each.dtype, each.shape, each.requires_grad) for each in message)
+
+
+def describe(signature: Signature, places: Sequence[int]) -> list[int]:
+    """A message's tensors as words: how many words follow; then for each dtype, requires_grad, place and shape."""
+    words = [0]
+    for each, place in zip(signature, places, strict=True):
+        if each is None:
             words.append(_ABSENT)
-        elif tensor.dtype not in _CODES:
+            continue
+        dtype, shape, requires_grad = each
+        if dtype not in _CODES:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-            raise InvalidCall(f"a stage can't pass {tensor.dtype} on; convert it to one of {known}.")
-        else:
-            words += [_CODES[tensor.dtype], tensor.requires_grad, place, tensor.dim(), *tensor.shape]
+            raise InvalidCall(f"a stage can't pass {dtype} on; convert it to one of {known}.")
+        words += [_CODES[dtype], requires_grad, place, len(shape), *shape]
     if len(words) > MESSAGE_WORDS:
-        raise InvalidCall(f"a stage passes {len(message)} tensors on, which are too many; join some of them.")
+        raise InvalidCall(f"a stage passes {len(signature)} tensors on, which are too many; join some of them.")
+    words[0] = len(words) - 1
     return words
 
 
-class Described:
-    """One tensor of a message, as its receiver reads it."""
-
-    __slots__ = ("dtype", "place", "requires_grad", "shape")
-
-    def __init__(self, dtype: torch.dtype, requires_grad: bool, place: int, shape: tuple[int, ...]) -> None:
-        self.dtype, self.requires_grad, self.place, self.shape = dtype, requires_grad, place, shape
-
-
-def read_description(words: Sequence[int]) -> list[Described | None]:
-    found: list[Described | None] = []
-    at = 1
-    for _ in range(words[0]):
+def read_description(words: Sequence[int]) -> tuple[Signature, list[int]]:
+    """The signature, and the places."""
+    found: list[tuple[torch.dtype, torch.Size, bool] | None] = []
+    places, at = [], 1
+    while at <= words[0]:
         if words[at] == _ABSENT:
             found.append(None)
+            places.append(0)
             at += 1
             continue
         code, requires_grad, place, num_dims = words[at : at + 4]
         at += 4 + num_dims
-        found.append(Described(DTYPES[code], bool(requires_grad), place, tuple(words[at - num_dims : at])))
-    return found
+        found.append((DTYPES[code], torch.Size(words[at - num_dims : at]), bool(requires_grad)))
+        places.append(place)
+    return tuple(found), places
 
 
-class _Buffers:
-    """Registered memory that is used again and again. Pages that nobody touches cost nothing, so sizes are generous."""
+class _Prepared:
+    """Registered memory for messages that are alike, and what says where it lies: made once, used again and again."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._own, self._free = exchange.own, dict[int, list[torch.Tensor]]()
+    def __init__(self, exchange: Exchange, signature: Signature) -> None:
+        self.signature = signature
+        self._targets: list[torch.Tensor | None] = []
+        places = []
+        for each in signature:
+            made = None if each is None else exchange.own.empty(each[1], each[0])
+            if each is not None and made is None:
+                raise CommunicationError(f"no memory for a message of {each[0]} {tuple(each[1])}")
+            self._targets.append(made)
+            place = None if made is None or not made.numel() else exchange.own.offset_of(made)
+            places.append(0 if place is None else place)
+        words = describe(signature, places)
+        self.header = memoryview(array("q", words)).cast("B")
 
-    def take(self, num_bytes: int) -> torch.Tensor:
-        size = max(4096, 1 << (num_bytes - 1).bit_length())
-        free = self._free.setdefault(size, [])
-        if free:
-            return free.pop()
-        made = self._own.empty((size,), torch.uint8)
-        if made is None:
-            raise CommunicationError(f"no memory for a message of {num_bytes} bytes")
-        return made
-
-    def give_back(self, buffers: Sequence[torch.Tensor]) -> None:
-        for buffer in buffers:
-            self._free[buffer.numel()].append(buffer)
+    def fill(self, message: Message) -> None:
+        for target, tensor in zip(self._targets, message, strict=True):
+            if target is not None and tensor is not None:
+                target.copy_(tensor.detach())
 
 
 class SharedPipe:
-    """Through shared memory: the sender copies into its registered memory, the receiver out of it."""
+    """Through shared memory: the sender copies into its registered memory, the receiver out of it.
+
+    After a stage's own work caches are cold and each line of Python counts, so all that messages have in common is
+    kept from one to the next.
+    """
 
     def __init__(
         self,
@@ -133,74 +147,79 @@ class SharedPipe:
         self._taken_by_peer = exchange.counter(peer, layout.taken(me), peer)
         self._piped_by_peer = exchange.counter(peer, layout.piped(me), peer)
         self._taken = exchange.counter(me, layout.taken(peer), peer)
-        self._buffers = _Buffers(exchange)
         self._num_sent = self._num_received = 0
-        self._pending: deque[tuple[list[int], list[torch.Tensor]]] = deque()
-        """Described and copied, but there was no room to show them."""
-        self._shown: deque[list[torch.Tensor]] = deque()
+        self._free: dict[Signature, list[_Prepared]] = {}
+        self._pending: deque[_Prepared] = deque()
+        """Filled, but there was no room to show them."""
+        self._shown: deque[_Prepared] = deque()
         """What the peer has not taken yet, oldest first."""
-        self._headers = [
-            exchange.own.memory[at : at + 8 * MESSAGE_WORDS].cast("q")
-            for at in (layout.message(peer, number) for number in range(NUM_MESSAGES))
-        ]
-        self._headers_of_peer = [
-            arena.memory[at : at + 8 * MESSAGE_WORDS].cast("q")
-            for at in (layout.message(me, number) for number in range(NUM_MESSAGES))
-        ]
+        self._known: dict[bytes, list[tuple[torch.Tensor, bool] | None]] = {}
+        """The peer's memory that a header stands for."""
+        self._headers = [_header(exchange.own, layout.message(peer, number)) for number in range(NUM_MESSAGES)]
+        self._headers_of_peer = [_header(arena, layout.message(me, number)) for number in range(NUM_MESSAGES)]
 
     def expect(self, num_messages: int) -> None:
         pass
 
     def send(self, message: Message) -> None:
-        self._reclaim()
-        buffers, places = [], []
-        for tensor in message:
-            if tensor is None or tensor.numel() == 0:
-                places.append(0)
-                continue
-            buffer = self._buffers.take(tensor.nbytes)
-            buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-            place = self._exchange.own.offset_of(buffer)
-            assert place is not None
-            buffers.append(buffer)
-            places.append(place)
-        self._pending.append((describe(message, places), buffers))
+        signature = signature_of(message)
+        free = self._free.get(signature)
+        prepared = free.pop() if free else self._prepare(signature)
+        prepared.fill(message)
+        self._pending.append(prepared)
         self._show()
 
-    def _reclaim(self) -> None:
+    def _prepare(self, signature: Signature) -> _Prepared:
+        """Memory that the peer has done with, or else new."""
         while self._shown and self._taken_by_peer.value > self._num_sent - len(self._shown):
-            self._buffers.give_back(self._shown.popleft())
+            done = self._shown.popleft()
+            self._free.setdefault(done.signature, []).append(done)
+        if len(self._free) > _MOST_KINDS:  # shapes that come and go: let go of memory that others used
+            self._free = {signature: self._free.get(signature, [])}
+        free = self._free.get(signature)
+        return free.pop() if free else _Prepared(self._exchange, signature)
 
     def _show(self) -> bool:
         """Show what waits, as far as there is room; whether none waits any more."""
         while self._pending and self._taken_by_peer.value > self._num_sent - NUM_MESSAGES:
-            words, buffers = self._pending.popleft()
-            header = self._headers[self._num_sent % NUM_MESSAGES]
-            for index, word in enumerate(words):
-                header[index] = word
-            self._shown.append(buffers)
+            prepared = self._pending.popleft()
+            self._headers[self._num_sent % NUM_MESSAGES][: len(prepared.header)] = prepared.header
             self._num_sent += 1
             self._piped.store(self._num_sent)
+            self._shown.append(prepared)
         return not self._pending
 
     def receive(self, deadline: float, idle: Idle) -> list[torch.Tensor | None]:
         self._wait(self._has_come, deadline, idle)
-        header = self._headers_of_peer[self._num_received % NUM_MESSAGES]
-        message = [None if each is None else self._copy(each) for each in read_description(header)]
+        message = [
+            None if each is None else each[0].clone().requires_grad_(each[1])
+            for each in self._sources(self._headers_of_peer[self._num_received % NUM_MESSAGES])
+        ]
         self._exchange.check()  # what a rank that gave up has in its memory may be anything
+        is_full = self._piped_by_peer.value - self._num_received >= NUM_MESSAGES - 1
         self._num_received += 1
-        self._taken.store(self._num_received)
+        if is_full:
+            self._taken.store(self._num_received)
+        else:  # nobody waits for room
+            self._taken.words[0] = self._num_received
         return message
+
+    def _sources(self, header: memoryview) -> list[tuple[torch.Tensor, bool] | None]:
+        text = bytes(header[: 8 + 8 * header[0]])  # of a message with less than 256 words the first byte says how many
+        found = self._known.get(text)
+        if found is None:
+            if len(self._known) >= _MOST_HEADERS:
+                self._known.clear()
+            signature, places = read_description(memoryview(text).cast("q").tolist())
+            found = self._known[text] = [
+                None if each is None else (self._arena.tensor(place, each[1].numel(), each[0]).view(each[1]), each[2])
+                for each, place in zip(signature, places, strict=True)
+            ]
+        return found
 
     def _has_come(self, end: float) -> bool:
         number = self._num_received + 1
         return self._piped_by_peer.reaches(number, end, self._patience, self._exchange.is_abandoned)
-
-    def _copy(self, each: Described) -> torch.Tensor:
-        made = torch.empty(each.shape, dtype=each.dtype)
-        if made.numel():
-            made.view(-1).copy_(self._arena.tensor(each.place, made.numel(), each.dtype))
-        return made.requires_grad_(each.requires_grad)
 
     def flush(self, deadline: float) -> None:
         def all_shown(end: float) -> bool:
@@ -218,8 +237,7 @@ class SharedPipe:
                 self._show()
                 if idle():
                     continue
-                now = time.monotonic()
-                if is_over(min(deadline, now + _LOOK)):
+                if is_over(min(deadline, time.monotonic() + _LOOK)):
                     return
                 if (trouble := self._trouble()) is not None:
                     raise trouble
@@ -227,6 +245,10 @@ class SharedPipe:
                     raise DeadlineExceeded("nothing came in time")
         except Abandoned:
             raise self._trouble() or GroupClosed("the group was given up") from None
+
+
+def _header(arena: Mapping, start: int) -> memoryview:
+    return arena.memory[start : start + 8 * MESSAGE_WORDS]
 
 
 class CallPipe:
@@ -254,17 +276,18 @@ class CallPipe:
         group, header = self._group, torch.empty(MESSAGE_WORDS, dtype=torch.int64, device=self._group.device)
         await group.recv(header, self._peer)
         message: list[torch.Tensor | None] = []
-        for each in read_description(header.tolist()):
+        for each in read_description(header.tolist())[0]:
             if each is None:
                 message.append(None)
                 continue
-            made = torch.empty(each.shape, dtype=each.dtype, device=group.device)
+            dtype, shape, requires_grad = each
+            made = torch.empty(shape, dtype=dtype, device=group.device)
             await group.recv(made, self._peer)
-            message.append(made.requires_grad_(each.requires_grad))
+            message.append(made.requires_grad_(requires_grad))
         return message
 
     def send(self, message: Message) -> None:
-        words = describe(message, [0] * len(message))
+        words = describe(signature_of(message), [0] * len(message))
         header = torch.zeros(MESSAGE_WORDS, dtype=torch.int64)
         header[: len(words)] = torch.tensor(words)
         tensors = [header.to(self._group.device), *(tensor.detach() for tensor in message if tensor is not None)]

@@ -12,7 +12,7 @@ CHUNK = 2 << 20  # bytes of a staging slot: large enough that few rounds are nee
 NUM_PACKETS = 4  # under way from one rank to another
 PACKET = 128 << 10  # bytes
 NUM_MESSAGES = 32  # of a pipe, under way from one rank to another
-MESSAGE_WORDS = 256  # of 8 bytes: what a message consists of, and where that lies
+MESSAGE_WORDS = 256  # of 8 bytes, with one for their number: what a message consists of, and where that lies
 
 
 @dataclass(frozen=True, slots=True)

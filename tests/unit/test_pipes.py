@@ -11,7 +11,7 @@ import torch
 
 from process_groups.arena import Arena, open_peer
 from process_groups.exchange import Exchange
-from process_groups.pipes import DTYPES, SharedPipe, describe, read_description
+from process_groups.pipes import DTYPES, SharedPipe, describe, read_description, signature_of
 from process_groups.shared_layout import MESSAGE_WORDS, NUM_MESSAGES, lay_out
 from process_groups.signals import Patience
 from runtime.errors import DeadlineExceeded, GroupClosed, InvalidCall, PeerLost
@@ -145,16 +145,20 @@ def test_a_group_that_is_given_up(ends, who):
 
 
 def test_descriptions():
-    message = [torch.ones(2, 3), None, torch.ones(0, dtype=torch.int64)]
-    words = describe(message, [64, 0, 0])
-    found = read_description(words)
-    assert found[1] is None
-    assert [(each.dtype, each.shape, each.place) for each in found if each is not None] == [
-        (torch.float32, (2, 3), 64),
-        (torch.int64, (0,), 0),
-    ]
+    signature = signature_of([torch.ones(2, 3), None, torch.ones(0, dtype=torch.int64)])
+    words = describe(signature, [64, 0, 0])
+    assert read_description([*words, 99, 99]) == (signature, [64, 0, 0])
     with pytest.raises(InvalidCall, match=r"^a stage passes 60 tensors on, which are too many; join some of them\.$"):
-        describe([torch.ones(1)] * 60, [0] * 60)
-    assert len(describe([torch.ones(1)] * 50, [0] * 50)) <= MESSAGE_WORDS
+        describe(signature_of([torch.ones(1)] * 60), [0] * 60)
+    assert len(describe(signature_of([torch.ones(1)] * 50), [0] * 50)) <= MESSAGE_WORDS
     with pytest.raises(InvalidCall, match=r"^a stage can't pass torch\.float8_e5m2 on; convert it to one of float32, "):
-        describe([torch.ones(1).to(torch.float8_e5m2)], [0])
+        describe(signature_of([torch.ones(1).to(torch.float8_e5m2)]), [0])
+
+
+def test_shapes_that_come_and_go(ends):
+    """What is kept of old ones is let go."""
+    for length in range(1, 300):
+        for _ in range(2):
+            ends.one.send([torch.full((length,), float(length))])
+            assert take(ends.other)[0].tolist() == [length] * length
+    assert len(ends.one._free) <= 65
