@@ -104,11 +104,12 @@ def lines_of(found: Mapping[str, Any]) -> list[str]:
     rows = [[str(each["bytes"]), *(cell(each[column]) for column in COLUMNS)] for each in found["sizes"]]
     heads = ["bytes", *HEADS]
     widths = [max(10, len(head)) for head in heads]
+    per_byte = found["time_per_byte_1MiB_over_256MiB"]
     return [
         f"{found['ranks']} ranks",
         *("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in (heads, *rows)),
         f"geometric mean / mpi, from 1 MiB up: {cell(found['geometric_mean_mpi'])}",
-        f"time per byte, 1 MiB over 256 MiB: {cell(found['time_per_byte_1MiB_over_256MiB'])}",
+        *([] if per_byte is None else [f"time per byte, 1 MiB over 256 MiB: {cell(per_byte)}"]),
         "",
     ]
 

@@ -23,6 +23,13 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
+def wanted(value: float, *, least: float | None = None, most: float | None = None) -> str:
+    """What a figure is measured against, and whether it got there."""
+    goal = f"at least {least:g}" if least is not None else f"at most {most:g}"
+    reached = (least is None or value >= least) and (most is None or value <= most)
+    return f"(wanted: {goal}; {'reached' if reached else 'NOT reached'})"
+
+
 def show(result: Mapping[str, object], lines: Sequence[str], as_json: bool) -> None:
     print(json.dumps(result, indent=2) if as_json else "\n".join(lines))
 

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import median, options, show
+from common import median, options, show, wanted
 
 NUM_RANKS = 8
 
@@ -84,7 +84,7 @@ def main() -> None:
     medians = {name: median(values) for name, values in times.items()}
     ratio = medians["torchrun"] / medians["parallel3d"]
     lines = [f"{name:<11} {medians[name]:6.2f} s   ({' '.join(f'{t:.2f}' for t in times[name])})" for name in COMMANDS]
-    lines.append(f"ratio       {ratio:6.2f}   (wanted: at least 5)")
+    lines.append(f"ratio       {ratio:6.2f}   {wanted(ratio, least=5)}")
     show({"ranks": NUM_RANKS, "seconds": times, "median": medians, "ratio": ratio}, lines, chosen.json)
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from parallel3d.measured import Measured
 from parallel3d.rank_mesh import Mesh
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.table import Table
@@ -119,6 +120,18 @@ class Executor:
         for reduction in self._reductions:
             await reduction
         return Step(await self._share_loss(run.loss), tuple(run.timed), self._peaks())
+
+    async def measured(self, step: Step) -> Measured:
+        """A step's times on all ranks; every rank of the pipeline has to ask."""
+        most = max(map(len, self.table.columns))
+        mine = torch.zeros(1, most, 2, dtype=torch.float64, device=self._group.device)
+        mine[0, : len(step.timed)] = torch.tensor([[each.start, each.end] for each in step.timed], dtype=torch.float64)
+        rows = (await self._group.all_gather(mine)).tolist()
+        times = [
+            [(start, end) for start, end in row[: len(column)]]
+            for row, column in zip(rows, self.table.columns, strict=True)
+        ]
+        return Measured.of(self.table, times)
 
     async def _share_loss(self, loss: float) -> float:
         if self._group.size == 1:

@@ -68,6 +68,7 @@ class Group:
         self._loop_had_its_turn = 0.0
         self._numbers: dict[tuple[str, int | None] | None, int] = {}
         self._repeated: dict[tuple[str, int | None, int], Repeated | None] = {}
+        self._pipes: dict[int, Pipe] = {}
         self._closed: CommunicationError | None = None
 
     def __repr__(self) -> str:
@@ -103,7 +104,8 @@ class Group:
         """Every rank's tensor becomes the sum (mean, min, max) of all.
 
         `strategy` is `default` (the transport's own), `ring`, `tree`, `hierarchical` or `adaptive`; left out, it is
-        the mesh's (`comm.strategy`). Only `default` adds up in the same order on every mesh.
+        the mesh's (`comm.strategy`). Only `default` adds up in the same order on every mesh, and only in shared memory:
+        with gloo or NCCL the order is theirs.
 
         With `shared`, take what the await gives as the result: where all ranks are on one host and the tensors are
         registered, that is one in common, which saves writing a copy for each rank. It is for reading, and good until
@@ -199,12 +201,14 @@ class Group:
         return self._transport.explain(strategy, nbytes)
 
     def pipe(self, peer: int) -> Pipe:
-        """A pipe to and from a group rank, for one thread at a time; call it on the event loop. Every call gives
-        another end of the same pipe, so call it once."""
+        """The pipe to and from a group rank, for one thread at a time. Call it on the event loop."""
         self._check_peer("pipe", "peer", peer, other=True)
-        if isinstance(self._transport, SharedMemoryTransport):
-            return self._transport.pipe(peer)
-        return CallPipe(self, peer, asyncio.get_running_loop())
+        if peer not in self._pipes:
+            if isinstance(self._transport, SharedMemoryTransport):
+                self._pipes[peer] = self._transport.pipe(peer)
+            else:
+                self._pipes[peer] = CallPipe(self, peer, asyncio.get_running_loop())
+        return self._pipes[peer]
 
     # Checks that need no other rank.
 

@@ -61,9 +61,8 @@ def describe(message: Message, places: Sequence[int]) -> list[int]:
         if tensor is None:
             words.append(_ABSENT)
         elif tensor.dtype not in _CODES:
-            raise InvalidCall(
-                f"a stage can't pass {tensor.dtype} on; convert it to one of {', '.join(map(str, DTYPES))}."
-            )
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise InvalidCall(f"a stage can't pass {tensor.dtype} on; convert it to one of {known}.")
         else:
             words += [_CODES[tensor.dtype], tensor.requires_grad, place, tensor.dim(), *tensor.shape]
     if len(words) > MESSAGE_WORDS:

@@ -56,9 +56,15 @@ def all_reducers(strategies: Sequence[str]) -> list[Contestant]:
 SENDERS = [Contestant("registered", OURS), Contestant("unregistered", OURS, registered=False), Contestant(GLOO, GLOO)]
 
 
-async def measure(plan: Plan, mpi: Mpi | None, folder: Path, progress: Tell, note: Tell) -> list[Run]:
-    """Everything, one number of ranks after the other. `folder` is private to this run."""
-    return [await _measure_ranks(plan, num_ranks, mpi, folder, progress, note) for num_ranks in plan.ranks]
+async def measure(
+    plan: Plan, mpi: Mpi | None, folder: Path, progress: Tell, note: Tell, finished: Callable[[Run], None]
+) -> list[Run]:
+    """Everything, one number of ranks after the other, each told when it is `finished`. `folder` is private to us."""
+    runs = []
+    for num_ranks in plan.ranks:
+        runs.append(await _measure_ranks(plan, num_ranks, mpi, folder, progress, note))
+        finished(runs[-1])  # between two measurements: nobody is disturbed by somebody who reads slowly
+    return runs
 
 
 async def _measure_ranks(plan: Plan, num_ranks: int, mpi: Mpi | None, folder: Path, progress: Tell, note: Tell) -> Run:
@@ -73,7 +79,8 @@ async def _measure_ranks(plan: Plan, num_ranks: int, mpi: Mpi | None, folder: Pa
             except BenchmarkError as error:
                 if crew.name != MPI:
                     raise
-                del crews[MPI]  # an installation of the user's that does not work is no reason to measure nothing
+                # An installation of the user's that does not work is no reason to measure nothing.
+                await crews.pop(MPI).dismiss()
                 note(f"mpi is left out of {num_ranks} ranks: {error}")
         return Run(
             num_ranks,

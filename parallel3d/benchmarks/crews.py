@@ -60,7 +60,9 @@ class Reception:
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         hello = json.loads(await reader.readline())
         awaited = self._awaited.pop((hello["crew"], hello["rank"]))
-        if not awaited.done():  # nobody waits any more for a crew that has failed
+        if awaited.done():  # nobody waits any more for a crew that has failed
+            writer.close()
+        else:
             awaited.set_result((reader, writer))
 
 
@@ -126,9 +128,19 @@ class Crew:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for _, writer in self._connections:
-            writer.close()  # on which every rank leaves
+        self._hang_up()
         if error is None and self._connections:
             await asyncio.wait({self._running}, timeout=_LEAVE_SECONDS)
+        await self.dismiss()
+
+    async def dismiss(self) -> None:
+        """End the processes, and wait until they have ended: they shall not run beside what is measured next."""
+        self._hang_up()
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)  # what went wrong has been told
+
+    def _hang_up(self) -> None:
+        """On which every rank leaves, also where others never came."""
+        for expected in self._expected:
+            if expected.done() and not expected.cancelled():
+                expected.result()[1].close()

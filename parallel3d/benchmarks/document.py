@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -23,10 +23,13 @@ from parallel3d.benchmarks.mpirun import Mpi
 from parallel3d.benchmarks.plan import Plan
 
 
-def document(plan: Plan, mpi: Mpi | None, runs: Sequence[Run], notes: Sequence[str]) -> dict[str, Any]:
-    """Seconds are a call's; bandwidths are 10^9 bytes a second; a ratio above 1 is in the contestant's favour."""
+def document(plan: Plan, facts: Mapping[str, Any], runs: Sequence[Run], notes: Sequence[str]) -> dict[str, Any]:
+    """Seconds are a call's; bandwidths are 10^9 bytes a second; a ratio above 1 is in the contestant's favour.
+
+    `facts` are those of `machine`. docs/bench.md describes every field.
+    """
     return {
-        "machine": machine(mpi),
+        "machine": dict(facts),
         "dtype": plan.dtype,
         "rounds": plan.rounds,
         "quick": plan.quick,
@@ -47,6 +50,12 @@ def machine(mpi: Mpi | None) -> dict[str, Any]:
         "parallel3d": __version__,
         "mpi": None if mpi is None else mpi.version,
     }
+
+
+def headline(facts: Mapping[str, Any]) -> str:
+    """The machine in one line."""
+    mpi = "" if facts["mpi"] is None else f", {facts['mpi']}"
+    return f"{facts['cores']} cores ({facts['cpu']}), torch {facts['torch']}{mpi}"
 
 
 def _run(run: Run) -> dict[str, Any]:

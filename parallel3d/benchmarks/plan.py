@@ -18,7 +18,9 @@ SIZES = "4,4KiB,64KiB,1MiB,16MiB,64MiB,256MiB"
 QUICK_SIZES = "4,64KiB,1MiB,16MiB"
 ROUNDS, QUICK_ROUNDS = 5, 3
 _EXACT_UP_TO = {"int8": 127, "uint8": 255, "bfloat16": 1 << 8, "float16": 1 << 11}
-_COPIES = 2  # of every rank's tensor: itself and, unregistered, what it is staged in
+# Of every rank's tensor: itself, and as much again for what a peer may allocate inside a call, as some of MPI's
+# algorithms do. Ours stage in three slots of 2 MiB, whatever the size, and one crew at a time holds tensors.
+_COPIES = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,22 @@
-"""The all-reduce's bus bandwidth over the size, as a picture. matplotlib is loaded when it is drawn."""
+"""Bandwidths and times over the size, as a picture. matplotlib is loaded when it is drawn."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from parallel3d.benchmarks.figures import PEERS, Run, all_reduce_factor, figures
+from parallel3d.benchmarks.document import headline
+from parallel3d.benchmarks.figures import PEERS, Measured, Run, all_reduce_factor, figures
+from parallel3d.benchmarks.plan import Plan
 from parallel3d.benchmarks.sizes import human
+from parallel3d.benchmarks.table import over_rounds
 from runtime.errors import InvalidCall
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _FORMATS = (".png", ".svg", ".pdf")
 
@@ -28,25 +36,50 @@ def check_plot(path: Path) -> None:
         path.unlink()
 
 
-def draw(runs: Sequence[Run], path: Path) -> None:
-    """One panel for each number of ranks, one line for each contestant."""
+def draw(plan: Plan, facts: Mapping[str, Any], runs: Sequence[Run], path: Path) -> None:
+    """Write the picture."""
+    picture(plan, facts, runs).savefig(path)
+
+
+def picture(plan: Plan, facts: Mapping[str, Any], runs: Sequence[Run]) -> Figure:
+    """A column for each number of ranks: the all-reduce's bandwidth, its time, and the time of a send."""
     from matplotlib.figure import Figure
 
-    picture = Figure(figsize=(6.5 * len(runs), 5), layout="constrained")
-    panels = picture.subplots(1, len(runs), sharey=True, squeeze=False)[0]
-    for panel, run in zip(panels, runs, strict=True):
-        sizes = sorted(run.all_reduce, key=lambda measured: measured.num_bytes)
-        found = [figures(measured, all_reduce_factor(run.num_ranks)) for measured in sizes]
-        x = [measured.num_bytes for measured in sizes]
-        for name in found[0]:
-            style = "--" if name in PEERS else "-"
-            panel.plot(x, [each[name].busbw for each in found], style, marker="o", markersize=3, label=name)
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("log")
-        panel.set_xticks(x, [human(size) for size in x], rotation=45)
-        panel.set_xlabel("size of the tensor")
-        panel.set_title(f"all-reduce, {run.num_ranks} ranks")
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel("bus bandwidth, GB/s")
-    panels[-1].legend()
-    picture.savefig(path)
+    drawn = Figure(figsize=(5.5 * len(runs) + 2, 12), layout="constrained")
+    ranks = ", ".join(str(run.num_ranks) for run in runs)
+    drawn.suptitle(f"{headline(facts)}\n{plan.dtype}, {ranks} ranks, {over_rounds(plan.rounds)}", fontsize="medium")
+    rows = drawn.subplots(3, len(runs), sharey="row", squeeze=False)
+    for number, run in enumerate(runs):
+        bandwidth, time, send = rows[:, number]
+        factor, of_ranks = all_reduce_factor(run.num_ranks), f"{run.num_ranks} ranks"
+        _draw_lines(bandwidth, f"all-reduce, {of_ranks}: bandwidth", run.all_reduce, factor, "busbw", 1.0)
+        _draw_lines(time, f"all-reduce, {of_ranks}: time", run.all_reduce, factor, "seconds", 1e6)
+        _draw_lines(send, f"send, rank 0 to rank 1 of {run.num_ranks}: time", run.send, 1.0, "seconds", 1e6)
+    for row, label in zip(rows, ("bus bandwidth, GB/s", "time, µs", "time one way, µs"), strict=True):
+        row[0].set_ylabel(label)
+        row[-1].legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), handlelength=4)  # beside the lines, not over them
+    return drawn
+
+
+def _draw_lines(panel: Axes, title: str, measured: Sequence[Measured], factor: float, what: str, scale: float) -> None:
+    """One line for each contestant."""
+    measured = sorted(measured, key=lambda size: size.num_bytes)
+    found = [figures(size, factor) for size in measured]
+    x = [size.num_bytes for size in measured]
+    for number, name in enumerate(found[0]):
+        panel.plot(x, [getattr(each[name], what) * scale for each in found], label=name, **_style(name, number))
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    panel.set_xticks(x, [human(size) for size in x], rotation=45)
+    panel.set_xlabel("size of the tensor")
+    panel.set_title(title, fontsize="medium")
+    panel.grid(alpha=0.3)
+
+
+def _style(name: str, number: int) -> dict[str, Any]:
+    """Colour, marker and dashes: lines that lie close together can be told apart, also in grey. Peers are black."""
+    markers, dashes = "os^DvPX*<>hp", ("-", (0, (6, 2)), (0, (6, 2, 1, 2)), (0, (1, 1)))
+    if name in PEERS:
+        number = PEERS.index(name)
+        return {"color": "black", "marker": "x+1"[number], "linestyle": dashes[1 + number], "linewidth": 1}
+    return {"color": f"C{number}", "marker": markers[number], "linestyle": dashes[number % 4], "markersize": 5}

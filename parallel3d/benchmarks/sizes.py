@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import re
+import reprlib
 
+from parallel3d.quantities import BYTES, LARGEST_SIZE, in_base_unit
 from runtime.errors import InvalidCall
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMG])(?:iB)?|B)?", re.IGNORECASE)
+_UNITS = {"": 1, **{letter: BYTES[f"{letter}ib"] for letter in "kmg"}, **BYTES}
 
 
 def parse_size(text: str) -> int:
-    """Bytes. Units are powers of 1024, and K is KiB as in nccl-tests; what is not is refused."""
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
-        raise InvalidCall(f"--sizes {text.strip()!r} is not a size such as 4, 64KiB or 1.5MiB.")
-    size = float(found[1]) * _UNITS[(found[2] or "").upper()]
-    if size < 1 or size != int(size):
-        raise InvalidCall(f"--sizes {text.strip()!r} is {size:g} bytes; give whole ones, 1 or more.")
+    """Bytes. KiB is 1024 and KB 1000 as in the YAML file, K is KiB as in nccl-tests."""
+    size, shown = in_base_unit(text, _UNITS), reprlib.repr(text.strip())
+    if size is None:
+        raise InvalidCall(f"--sizes {shown} is not a size such as 4, 64KiB or 1.5MiB.")
+    if size < 1 or not size.is_integer():
+        raise InvalidCall(f"--sizes {shown} is {size:g} bytes; give whole ones, 1 or more.")
+    if size > LARGEST_SIZE:
+        raise InvalidCall(f"--sizes {shown} is more than any memory; give less than 8 EiB.")
     return int(size)
 
 
@@ -27,8 +28,10 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def human(num_bytes: float) -> str:
-    """In the largest unit that leaves 1 or more: `64 KiB`, `1.5 MiB`."""
-    for unit in ("G", "M", "K"):
-        if num_bytes >= _UNITS[unit]:
-            return f"{num_bytes / _UNITS[unit]:.4g} {unit}iB"
+    """In the largest unit that leaves 1 or more: `64 KiB`, `1.5 MiB`; in KB and MB where only those come out even."""
+    ending = "B" if num_bytes % 1000 == 0 and num_bytes % 1024 else "iB"
+    for letter in "GMK":
+        unit = BYTES[f"{letter}{ending}".lower()]
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.4g} {letter}{ending}"
     return f"{num_bytes:.0f} B"

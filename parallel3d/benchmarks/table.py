@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from parallel3d.benchmarks.figures import (
@@ -18,25 +19,29 @@ from parallel3d.benchmarks.figures import (
 from parallel3d.benchmarks.sizes import human
 
 _COLUMNS = (
-    ("size", 8),
-    ("count", 11),
-    ("contestant", -15),
-    ("time µs", 10),
+    ("size", 9),
+    ("count", 9),
+    ("contestant", -14),
+    ("time µs", 8),
+    ("min-max µs", 13),
     ("algbw GB/s", 10),
     ("busbw GB/s", 10),
-    ("x gloo", 8),
-    ("x mpi", 8),
+    ("x gloo", 7),
+    ("x mpi", 7),
     ("of memory limit", 15),
 )
 """Name and width; left-aligned where that is negative."""
+
+_LIMIT_FROM = 64 << 10  # bytes: of smaller tensors the memory limit is only the price of torch's calls
 
 
 def render(run: Run, dtype: str, rounds: int) -> str:
     """Both tables of a run, and the geometric means."""
     with_mpi = MPI in run.all_reduce[0].seconds
-    of_rounds = "1 round" if rounds == 1 else f"median of {rounds} rounds"
-    all_reduce_columns = [name for name, _ in _COLUMNS if with_mpi or name != "x mpi"]
-    send_columns = ["size", "count", "contestant", "time µs", "algbw GB/s", "x gloo"]
+    of_rounds = over_rounds(rounds)
+    left_out = {*([] if with_mpi else ["x mpi"]), *(["min-max µs"] if rounds == 1 else [])}
+    all_reduce_columns = [name for name, _ in _COLUMNS if name not in left_out]
+    send_columns = [name for name in all_reduce_columns if name not in ("busbw GB/s", "x mpi", "of memory limit")]
     lines = [
         f"all-reduce, {run.num_ranks} ranks, {dtype}, {of_rounds} (* fastest of ours)",
         *_table(run.all_reduce, all_reduce_factor(run.num_ranks), all_reduce_columns),
@@ -49,6 +54,11 @@ def render(run: Run, dtype: str, rounds: int) -> str:
     return "\n".join(lines)
 
 
+def over_rounds(rounds: int) -> str:
+    """What a time is."""
+    return "1 round" if rounds == 1 else f"median of {rounds} rounds"
+
+
 def _table(sizes: Sequence[Measured], bus_factor: float, columns: Sequence[str]) -> Iterator[str]:
     yield _line(dict(zip(columns, columns, strict=True)), columns)
     for number, measured in enumerate(sizes):
@@ -57,29 +67,38 @@ def _table(sizes: Sequence[Measured], bus_factor: float, columns: Sequence[str])
         found = figures(measured, bus_factor)
         best = fastest_of_ours(found)
         for name, each in found.items():
-            cells = _cells(f"{name} *" if name == best else name, each)
+            cells = _cells(f"{name} *" if name == best else name, each, measured, measured.seconds[name])
             if name == next(iter(found)):
                 cells |= {"size": human(measured.num_bytes), "count": str(measured.count)}
             yield _line(cells, columns)
 
 
-def _cells(name: str, each: Figures) -> dict[str, str]:
-    microseconds = each.seconds * 1e6
+def _cells(name: str, each: Figures, measured: Measured, rounds: Sequence[float]) -> dict[str, str]:
+    share = each.share_of_memory_limit if measured.num_bytes >= _LIMIT_FROM else None
     return {
         "contestant": name,
-        "time µs": f"{microseconds:.1f}" if microseconds < 10_000 else f"{microseconds:.0f}",
-        "algbw GB/s": f"{each.algbw:.2f}",
-        "busbw GB/s": f"{each.busbw:.2f}",
+        "time µs": _microseconds(each.seconds),
+        "min-max µs": f"{_microseconds(min(rounds))}-{_microseconds(max(rounds))}",
+        "algbw GB/s": _number(each.algbw),
+        "busbw GB/s": _number(each.busbw),
         "x gloo": _times(each.times_gloo),
         "x mpi": _times(each.times_mpi),
-        "of memory limit": "" if each.share_of_memory_limit is None else f"{each.share_of_memory_limit:.1%}",
+        "of memory limit": "-" if share is None else f"{share:.1%}",
     }
 
 
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f}" if seconds < 0.01 else f"{seconds * 1e6:.0f}"
+
+
+def _number(value: float) -> str:
+    """With two decimals, and more where they would say less than two digits."""
+    decimals = 2 if value >= 0.1 else 1 - math.floor(math.log10(value))
+    return f"{value:.{decimals}f}"
+
+
 def _times(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+    return "" if value is None else _number(value)
 
 
 def _line(cells: dict[str, str], columns: Sequence[str]) -> str:
@@ -96,12 +115,15 @@ def _means(sizes: Sequence[Measured]) -> Iterator[str]:
     if len(sizes) < 2:
         return
     yield ""
+    limited = [measured for measured in sizes if measured.num_bytes >= _LIMIT_FROM]
+    shares = geometric_means(limited) if limited else {}
+    since = f" from {human(_LIMIT_FROM)} up" if len(limited) < len(sizes) else ""
     for name, means in geometric_means(sizes).items():
         if name in PEERS:
             continue
         parts = [f"{_times(means['times_gloo'])} x gloo"]
         if "times_mpi" in means:
             parts.append(f"{_times(means['times_mpi'])} x mpi")
-        if "share_of_memory_limit" in means:
-            parts.append(f"{means['share_of_memory_limit']:.1%} of the memory limit")
+        if "share_of_memory_limit" in shares.get(name, {}):
+            parts.append(f"{shares[name]['share_of_memory_limit']:.1%} of the memory limit{since}")
         yield f"geometric mean, {name}: {', '.join(parts)}"

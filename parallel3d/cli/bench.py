@@ -9,10 +9,11 @@ import re
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from parallel3d.benchmarks.figures import Run
     from parallel3d.benchmarks.mpirun import Mpi
     from parallel3d.benchmarks.plan import Plan
+
+T = TypeVar("T")
 
 EXIT_ERROR, EXIT_USAGE = 1, 2
 _LONGEST_FOLDER = 60  # a Unix socket's whole path has room for 107 bytes
@@ -44,7 +47,9 @@ def collectives(
     ] = None,
     sizes: Annotated[
         str | None,
-        typer.Option(help="Sizes of the tensor.", show_default="4,4KiB,64KiB,1MiB,16MiB,64MiB,256MiB"),
+        typer.Option(
+            help="Sizes of the tensor, such as 4, 64KiB or 1MB.", show_default="4,4KiB,64KiB,1MiB,16MiB,64MiB,256MiB"
+        ),
     ] = None,
     strategies: Annotated[
         str | None, typer.Option(help="Ours to measure, such as ring,tree.", show_default="all")
@@ -56,21 +61,25 @@ def collectives(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, up to 16 MiB, and fewer repeats.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Also draw the bus bandwidth to this file, such as bench.png.")
+        Path | None, typer.Option(help="Also draw bandwidths and times to this file, such as bench.png.")
     ] = None,
 ) -> None:
     """All-reduce with every strategy, and send, beside gloo, MPI (where mpirun and mpi4py are there) and memory.
 
-    All contestants take turns in one run, in several rounds: times are medians, ratios medians of the rounds' own.
-    The time of a call is that of its slowest rank, every rank has one torch thread, and sums are checked. The
-    strategies work on registered tensors (group.empty), "shared" is the default one with one result for all ranks,
-    "staged" the default one on a plain torch tensor. algbw is bytes / time and busbw = algbw * 2(n-1)/n, in 10^9
-    bytes/s, as in nccl-tests.
+    All contestants take turns in one run, in several rounds: times are medians, "min-max" the fastest and the slowest
+    round, ratios medians of the rounds' own. "x gloo" is gloo's time over the contestant's: above 1 it is faster than
+    gloo. "x mpi" is the same with MPI. The time of a call is that of its slowest rank, every rank has one torch
+    thread, and sums are checked. The strategies work on registered tensors (group.empty), "shared" is the default one
+    with one result for all ranks (all_reduce(shared=True)), "staged" the default one on a plain torch tensor. algbw is
+    bytes / time and busbw = algbw * 2(n-1)/n, in GB/s = 10^9 bytes/s, as in nccl-tests.
 
     The memory limit is what the same bytes cost as plain add_ and copy_ without any waiting: for n ranks n*(n-1)
-    add_ and as many copy_ of 1/n of the tensor, in pieces of 512 KiB, spread over one process for each core. Of small
-    tensors it says little: below some 64 KiB it is the price of torch's calls, and others may be faster.
+    add_ and as many copy_ of 1/n of the tensor, in pieces of 512 KiB, spread over one process for each core. Below
+    64 KiB it is the price of torch's calls and says little, so the table has "-" there; --json has it.
+
+    docs/bench.md explains every column, the fields of the JSON and the picture.
     """
+    from parallel3d.benchmarks.document import document, machine
     from parallel3d.benchmarks.mpirun import find_mpi
     from parallel3d.benchmarks.plan import make_plan
     from parallel3d.benchmarks.plot import check_plot, draw
@@ -88,14 +97,14 @@ def collectives(
     if isinstance(mpi, str):
         _note(notes, f"mpi is left out: {mpi}")
     found = None if isinstance(mpi, str) else mpi
-    late: list[str] = []
-    runs = _measure(plan, found, late.append)
-    for text in late:
-        _note(notes, text)
-    _show(plan, found, runs, notes, as_json)
+    facts = machine(found)
+    show = _show_nothing if as_json else partial(_show, plan, facts)
+    runs = _measure(plan, found, partial(_note, notes), show)
+    if as_json:
+        print(json.dumps(document(plan, facts, runs, notes), indent=2))
     if plot is not None:
         try:
-            draw(runs, plot)
+            draw(plan, facts, runs, plot)
         except OSError as error:
             print(f"parallel3d bench collectives: --plot {plot}: {error.strerror}", file=sys.stderr)
             raise typer.Exit(EXIT_ERROR) from None
@@ -106,21 +115,20 @@ def _note(notes: list[str], text: str) -> None:
     print(f"parallel3d bench collectives: {text}", file=sys.stderr, flush=True)
 
 
-def _show(plan: Plan, mpi: Mpi | None, runs: list[Run], notes: list[str], as_json: bool) -> None:
-    from parallel3d.benchmarks.document import document, machine
+def _show(plan: Plan, facts: Mapping[str, Any], run: Run) -> None:
+    from parallel3d.benchmarks.document import headline
     from parallel3d.benchmarks.table import render
 
-    if as_json:
-        print(json.dumps(document(plan, mpi, runs, notes), indent=2))
-        return
-    facts = machine(mpi)
-    peers = f", {facts['mpi']}" if mpi is not None else ""
-    print(f"{facts['cores']} cores ({facts['cpu']}), torch {facts['torch']}{peers}")
-    for run in runs:
-        print(f"\n{render(run, plan.dtype, plan.rounds)}")
+    if run.num_ranks == plan.ranks[0]:
+        print(headline(facts))
+    print(f"\n{render(run, plan.dtype, plan.rounds)}", flush=True)
 
 
-def _measure(plan: Plan, mpi: Mpi | None, note: Callable[[str], None]) -> list[Run]:
+def _show_nothing(run: Run) -> None:
+    pass
+
+
+def _measure(plan: Plan, mpi: Mpi | None, note: Callable[[str], None], show: Callable[[Run], None]) -> list[Run]:
     import asyncio
 
     from parallel3d.benchmarks.collectives import measure
@@ -129,7 +137,16 @@ def _measure(plan: Plan, mpi: Mpi | None, note: Callable[[str], None]) -> list[R
     async def main() -> list[Run]:
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, os.kill, os.getpid(), signal.SIGTERM)
-        return await measure(plan, mpi, folder, progress, note)
+        return await measure(plan, mpi, folder, progress, instead_of_progress(note), instead_of_progress(show))
+
+    def instead_of_progress(tell: Callable[[T], None]) -> Callable[[T], None]:
+        """On a terminal both are in the same place."""
+
+        def clear_and_tell(what: T) -> None:
+            progress("")
+            tell(what)
+
+        return clear_and_tell
 
     with _private_folder() as folder, _no_process_left(), _progress() as progress:
         return run(main)
@@ -161,12 +178,12 @@ def _no_process_left() -> Iterator[None]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Shows a line that replaces the one before, on a terminal only; it is gone in the end."""
+    """Shows a line that replaces the one before, on a terminal only; "" clears it, and it is gone in the end."""
     shown = 0
 
     def show(text: str) -> None:
         nonlocal shown
-        print(f"\r{text.ljust(shown)}", end="", file=sys.stderr, flush=True)
+        print(f"\r{text.ljust(shown)}", end="" if text else "\r", file=sys.stderr, flush=True)
         shown = len(text)
 
     if not sys.stderr.isatty():
@@ -175,4 +192,4 @@ def _progress() -> Iterator[Callable[[str], None]]:
     try:
         yield show
     finally:
-        print(f"\r{' ' * shown}\r", end="", file=sys.stderr, flush=True)
+        show("")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, PlainSerializer, PlainValidator, Strict, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import Field, PlainSerializer, PlainValidator, Strict, TypeAdapter, ValidationError, WithJsonSchema
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from parallel3d.config.errors import enumerate_words, nearest
+from parallel3d.config.errors import MOST_PROBLEMS, enumerate_words, nearest, show
+from parallel3d.quantities import BYTES, LARGEST_SIZE, SECONDS, in_base_unit
 from parallel3d.schedules.limits import SCHEDULES, is_csv
 
 CommStrategy = Literal["default", "ring", "tree", "hierarchical", "adaptive"]
@@ -21,20 +22,17 @@ Backend = Literal["auto", "gloo", "nccl"]
 MemoryStrategy = Literal["basic", "standard", "aggressive", "extreme"]
 OptimizerName = Literal["adamw", "sgd"]
 Precision = Literal["float32", "float64", "bfloat16"]
+WayToCut = Literal["even", "parameters", "profile"]
 
 StrategyTable = tuple[tuple[int, str], ...]
 RankTable = tuple[tuple[int, int, int], ...]
 
 _AXES = ("dp", "tp", "pp")
 ORDERS = tuple("-".join(axes) for axes in itertools.permutations(_AXES))
-_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)", re.ASCII)
-_BYTES = {
-    "b": 1,
-    **{f"{letter}ib": 1 << (10 * power) for power, letter in enumerate("kmgt", 1)},
-    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
-}
-_SECONDS = {"ms": 1e-3, "s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
-_LARGEST_SIZE = (1 << 63) - 1
+# YAML's keys are text, so there a number of bytes stands in quotes.
+_BYTES_OF_KEYS = {"": 1, **BYTES}
+OF_KEY = "[key]"
+"""Ends the location of an error that is about a mapping's key, not its value; pydantic does the same."""
 # Longer than any run; the operating system's own timers overflow not far above.
 _LONGEST_DURATION = 1e9
 
@@ -44,26 +42,24 @@ def refusal(message: str, remedy: str) -> PydanticCustomError:
     return PydanticCustomError("parallel3d", "{message}", {"message": message, "remedy": remedy})
 
 
-def _quantity(value: Any, units: dict[str, Any]) -> float | None:
+def _quantity(value: Any, units: Mapping[str, float]) -> float | None:
     """A number, or a number with a unit, in the base unit; None when it is neither."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return value
-    match = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) and len(value) <= 64 else None
-    factor = units.get(match[2].lower()) if match else None
-    return float(match[1]) * factor if match and factor is not None else None
+    return in_base_unit(value, units) if isinstance(value, str) else None
 
 
-def _size(value: Any) -> int:
-    num_bytes = _quantity(value, _BYTES)
+def _size(value: Any, units: Mapping[str, float] = BYTES, example: str = '"25 MiB" or "8 GiB"') -> int:
+    num_bytes = _quantity(value, units)
     if num_bytes is None or (isinstance(value, float) and not value.is_integer()):
-        raise refusal("must be a size: a number of bytes, or text with a unit.", 'For example "25 MiB" or "8 GiB".')
-    if not 1 <= num_bytes <= _LARGEST_SIZE:
-        raise refusal("must be at least 1 byte and below 8 EiB.", 'For example "25 MiB" or "8 GiB".')
+        raise refusal("must be a size: a number of bytes, or text with a unit.", f"For example {example}.")
+    if not 1 <= num_bytes <= LARGEST_SIZE:
+        raise refusal("must be at least 1 byte and below 8 EiB.", f"For example {example}.")
     return int(num_bytes)
 
 
 def _duration(value: Any) -> float:
-    seconds = _quantity(value, _SECONDS)
+    seconds = _quantity(value, SECONDS)
     if seconds is None:
         raise refusal(
             "must be a duration: a number of seconds, or text with a unit.",
@@ -90,10 +86,23 @@ def _strategy_table(value: Any) -> StrategyTable:
             "must map sizes to strategies: up to this size, this strategy.",
             'For example {"64 KiB": tree, "1 GiB": ring}; what is larger uses the last.',
         )
-    for strategy in value.values():
+    keys: dict[int, Any] = {}
+    wrong: list[InitErrorDetails] = []
+    for key, strategy in value.items():
+        if len(wrong) > MOST_PROBLEMS:
+            break
+        try:
+            size = _size(key, _BYTES_OF_KEYS, '"65536" or "64 KiB"')
+            if size in keys:
+                raise refusal(f"the same size as {show(keys[size])}.", "Remove one of the two.")
+            keys[size] = key
+        except PydanticCustomError as error:
+            wrong.append({"type": error, "loc": (str(key), OF_KEY), "input": key})
         if strategy not in names:
-            raise choice_refusal(strategy, names)
-    return tuple(sorted((_size(size), strategy) for size, strategy in value.items()))
+            wrong.append({"type": choice_refusal(strategy, names), "loc": (str(key),), "input": strategy})
+    if wrong:
+        raise ValidationError.from_exception_data("strategy_table", wrong)
+    return tuple(sorted((size, value[key]) for size, key in keys.items()))
 
 
 def _schedule(value: Any) -> str:
@@ -134,6 +143,18 @@ def _named(value: Any, *names: str) -> str:
 
 
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
+_COUNTS: TypeAdapter[tuple[int, ...]] = TypeAdapter(tuple[Annotated[Count, Strict()], ...])
+
+
+def _layers_per_stage(value: Any) -> str | tuple[int, ...]:
+    words = get_args(WayToCut)
+    if isinstance(value, (list, tuple)):
+        return _COUNTS.validate_python(value)  # its errors say which number is wrong
+    if isinstance(value, str) and value in words:
+        return value
+    raise choice_refusal(value, words, "a list of numbers, one a stage")
+
+
 Size = Annotated[
     int,
     PlainValidator(_size),
@@ -173,7 +194,19 @@ Loss = Annotated[
     PlainValidator(lambda value: _named(value, "cross_entropy", "mse")),
     WithJsonSchema({"anyOf": [{"enum": ["cross_entropy", "mse"]}, _MODULE_NAME]}),
 ]
-LayersPerStage = Annotated[tuple[Annotated[Count, Strict()], ...], Strict(False)]
+LayersPerStage = Annotated[
+    WayToCut | tuple[int, ...],
+    PlainValidator(_layers_per_stage),
+    PlainSerializer(lambda way: way if isinstance(way, str) else list(way)),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": list(get_args(WayToCut))},
+                {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 1_000_000}},
+            ]
+        }
+    ),
+]
 LearningRate = Annotated[float, Field(gt=0, le=1e6)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 

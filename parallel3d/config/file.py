@@ -174,10 +174,12 @@ class _TreeBuilder:
             self.anchors[event.anchor] = node
         return node
 
-    def mapping(self, path: KeyPath) -> dict[str, Node]:
+    def mapping(self, path: KeyPath) -> dict[str, Node] | object:
         children: dict[str, Node] = {}
         seen: dict[str, Place] = {}
+        was_empty = True
         while not isinstance(event := next(self.events), yaml.MappingEndEvent):
+            was_empty = False
             place = self.mark(event.start_mark)
             key_node = self.node(event, (*path, "?"))
             key = key_node.value
@@ -185,7 +187,8 @@ class _TreeBuilder:
             child = replace(self.node(next(self.events), here), key_place=place)
             if not isinstance(key, str):
                 if key is not _REFUSED:
-                    self.refuse(place, here, "a key must be text.", "Put it in quotes.")
+                    example = "" if isinstance(key, (dict, list)) else f': "{show(key)}"'
+                    self.refuse(place, here, "a key must be text.", f"Put it in quotes{example}.")
             elif key == "<<" and getattr(event, "implicit", (True,))[0]:  # in quotes it is text like any other
                 self.refuse(place, here, "merge keys are not read.", "Write the keys out.")
             elif key in seen:
@@ -193,7 +196,7 @@ class _TreeBuilder:
             else:
                 seen[key] = place
                 children |= {} if child.value is _REFUSED else {key: child}
-        return children
+        return children if children or was_empty else _REFUSED  # and not empty, which would be refused once more
 
     def sequence(self, path: KeyPath) -> list[Node] | object:
         children: list[Node] = []

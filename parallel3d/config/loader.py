@@ -157,7 +157,9 @@ def _overlap(path: str, key: str) -> bool:
 
 def _located(finding: Finding, config: RunConfig, tree: Node) -> Problem:
     paths = [tuple(key.split(".")) for key in finding.blame]
-    path = next((path for path in paths if tree.find(path) is not None), paths[0])
+    given = [(path, node.place) for path in paths if (node := tree.find(path)) is not None]
+    given.sort(key=lambda each: each[1].line is not None)  # what was set just now, over a file that was right before
+    path = given[0][0] if given else paths[0]
     value: Any = config.model_dump(mode="json")
     for part in path:
         value = value[part]

@@ -132,7 +132,9 @@ class Pipeline(Section):
     (may be left out), the table's own for `csv:`, 1 for the others."""
     layers_per_stage: LayersPerStage | None = None
     """Layers of each stage, first stage first: pp x virtual_stages numbers that add up to the model's
-    layers. Null: the same number for each."""
+    layers. Or how they are found: `even`: numbers that differ by at most one, the first stages have more.
+    `parameters`: the largest stage has as few parameters as it can. `profile`: the slowest stage is as fast as
+    it can be, by the time each layer takes, measured at the start. Null: `even`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -152,12 +154,14 @@ class Comm(Section):
     hosts. `gloo` or `nccl`: that, for everything."""
     strategy: CommStrategy = "default"
     """How all-reduces are carried out that don't say it themselves. `default`: the transport's own way, direct slice
-    reduction in shared memory, else torch's; it alone adds up in the same order on every mesh. `ring`:
-    reduce-scatter and all-gather around a ring. `tree`: a double binary tree. `hierarchical`: inside each host,
-    across hosts, inside each host. `adaptive`: for each size what is fastest, measured when groups form."""
+    reduction in shared memory, else torch's. In shared memory it adds up in rank order on every mesh; torch and the
+    other strategies have orders of their own. `ring`: reduce-scatter and all-gather around a ring. `tree`: a double
+    binary tree. `hierarchical`: inside each host, across hosts, inside each host. `adaptive`: for each size what is
+    fastest, measured when groups form."""
     strategy_table: AdaptiveTable | None = None
     """What `adaptive` uses, instead of measuring: a map from sizes to strategies, such as
-    `{"64 KiB": tree, "1 GiB": ring}`. Up to a size its strategy is used, and above the last one the last."""
+    `{"64 KiB": tree, "1 GiB": ring}`; a size without a unit is bytes, in quotes: `"65536"`. Up to a size its strategy
+    is used, and above the last one the last. Refused unless `strategy` is `adaptive`."""
     bucket_size: Size = 25 << 20
     """Gradients are reduced in buckets of about this size: an integer is bytes, text has a unit. The default
     is 25 MiB, as in torch's DDP."""

@@ -10,6 +10,7 @@ from parallel3d.config.errors import enumerate_words
 from parallel3d.config.factories import missing_module
 from parallel3d.config.fields import is_factory
 from parallel3d.config.models import GptModel, RunConfig
+from parallel3d.cuts import example_cut
 from parallel3d.schedules.limits import (
     IMPLIES_TWO_VIRTUAL_STAGES,
     NEEDS_VIRTUAL_STAGES,
@@ -18,13 +19,10 @@ from parallel3d.schedules.limits import (
     has_one_stage_a_rank,
 )
 
-# Longer examples explain nothing.
-_LONGEST_EXAMPLE = 16
-
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A broken rule. `blame`: the keys at fault; the first that was given is shown."""
+    """A broken rule. `blame`: the keys at fault; the first that was given is shown, an override before the file."""
 
     blame: tuple[str, ...]
     message: str
@@ -64,9 +62,18 @@ def _fits_world(config: RunConfig, world_size: int | None) -> Iterator[Finding]:
 
 def _splits(config: RunConfig, pp: int) -> bool:
     """Whether the model could also be cut for that many pipeline ranks."""
-    if config.pipeline.layers_per_stage is not None or not isinstance(config.model, GptModel):
+    layers, how = _num_layers(config), config.pipeline.layers_per_stage
+    if layers is None or isinstance(how, tuple):
         return True
-    return config.model.args.layers % (pp * config.pipeline.virtual_stages) == 0
+    stages = pp * config.pipeline.virtual_stages
+    # An uneven cut is accepted, but not proposed to someone who asked for an even one.
+    return layers >= stages if how in ("parameters", "profile") else layers % stages == 0
+
+
+def _num_layers(config: RunConfig) -> int | None:
+    """The layers that are cut into stages; None where only the user's factory knows. The built-in GPT's first one has
+    the embedding in it, and its last one the head."""
+    return config.model.args.layers if isinstance(config.model, GptModel) else None
 
 
 def _other_mesh(sizes: dict[str, int], world_size: int) -> str:
@@ -130,35 +137,27 @@ def _microbatches_fit_schedule(config: RunConfig, _: int | None) -> Iterator[Fin
 
 
 def _layers_split(config: RunConfig, _: int | None) -> Iterator[Finding]:
-    layers = config.model.args.layers if isinstance(config.model, GptModel) else None
-    given, stages = config.pipeline.layers_per_stage, config.num_stages
-    if given is not None:
+    layers, given = _num_layers(config), config.pipeline.layers_per_stage
+    if isinstance(given, tuple):
         yield from _layers_given(given, layers, config)
-    elif layers is not None and layers % stages:
-        virtual = config.pipeline.virtual_stages
-        near_pp = f"pp to {_near_divisors(layers // virtual, config.parallel.pp)}, " if layers % virtual == 0 else ""
+    elif layers is not None and layers < config.num_stages:
+        most = layers // config.pipeline.virtual_stages
+        lower = f"pp to {most}{' or less' if most > 1 else ''}, or " if most else ""
         yield Finding(
             ("parallel.pp", "pipeline.virtual_stages", "model.args.layers"),
-            f"{layers} layers cannot be split evenly over {_stages(config)}.",
-            f"Set {near_pp}layers to {_near_multiples(layers, stages)}, or give pipeline.layers_per_stage.",
+            f"{layers} {'layer is' if layers == 1 else 'layers are'} too few for {_stages(config)}.",
+            f"Set {lower}layers to {config.num_stages} or more.",
         )
 
 
 def _layers_given(given: tuple[int, ...], layers: int | None, config: RunConfig) -> Iterator[Finding]:
     blame, stages = ("pipeline.layers_per_stage",), config.num_stages
     total = f" that add up to {layers}" if layers is not None else ""
-    remedy = f"Give {stages} numbers{total}{_example_split(layers or stages, stages)}."
+    remedy = f"Give {stages} numbers{total}{example_cut(layers or stages, stages)}."
     if len(given) != stages:
         yield Finding(blame, f"layers of {len(given)} stages, but there are {_stages(config)}.", remedy)
     elif layers is not None and sum(given) != layers:
         yield Finding(blame, f"adds up to {sum(given)} layers, but the model has {layers}.", remedy)
-
-
-def _example_split(layers: int, stages: int) -> str:
-    if stages > _LONGEST_EXAMPLE or layers < stages:
-        return ""
-    each, over = divmod(layers, stages)
-    return f", for example {[each + (stage < over) for stage in range(stages)]}"
 
 
 def _stages(config: RunConfig) -> str:
@@ -212,6 +211,15 @@ def _one_source_of_data(config: RunConfig, _: int | None) -> Iterator[Finding]:
         yield Finding(("data.path",), "not read when data.factory is given.", "Remove data.path or data.factory.")
 
 
+def _table_is_used(config: RunConfig, _: int | None) -> Iterator[Finding]:
+    if config.comm.strategy_table is not None and config.comm.strategy != "adaptive":
+        yield Finding(
+            ("comm.strategy_table",),
+            f"it is for adaptive all-reduces, and comm.strategy is {config.comm.strategy}.",
+            "Set comm.strategy to adaptive, or remove strategy_table.",
+        )
+
+
 def _near_multiples(value: int, step: int) -> str:
     below, above = value // step * step, (value // step + 1) * step
     return enumerate_words([str(number) for number in (below, above) if number])
@@ -246,4 +254,5 @@ RULES = (
     Rule(_factories_exist("model.loss", lambda config: config.model.loss), ("model.loss",)),
     Rule(_factories_exist("data.factory", lambda config: config.data.factory), ("data.factory",)),
     Rule(_one_source_of_data, ("data.path", "data.factory")),
+    Rule(_table_is_used, ("comm.strategy", "comm.strategy_table")),
 )

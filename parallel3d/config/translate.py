@@ -20,7 +20,7 @@ from parallel3d.config.errors import (
     show,
     stop_a_flood,
 )
-from parallel3d.config.fields import choice_refusal
+from parallel3d.config.fields import OF_KEY, choice_refusal
 from parallel3d.config.file import KeyPath, Node
 from parallel3d.config.models import CustomModel, GptArgs, GptModel, RunConfig
 from parallel3d.config.scalars import resolve_scalar
@@ -59,6 +59,9 @@ def _translated(details: ErrorDetails, tree: Node) -> tuple[KeyPath, Problem]:
     if details["type"] == "extra_forbidden":
         return path, _unknown_key(path, tree, custom)
     message, remedy = _wording(details, path, custom)
+    if path[-1] == OF_KEY and tree.find(path) is None:
+        path = path[:-1]
+        return path, Problem(_key_place(path, tree), dotted(tree.as_written(path)), None, message, remedy)
     return path, Problem(place_of(path, tree), dotted(tree.as_written(path)), show(details["input"]), message, remedy)
 
 
@@ -123,10 +126,14 @@ def _section(path: KeyPath, custom: bool) -> type[BaseModel]:
 
 
 def _unknown_key(path: KeyPath, tree: Node, custom: bool) -> Problem:
-    node, key = tree.find(path), str(path[-1])
-    assert node is not None, "an unknown key stands where it was found"
-    place = node.key_place or node.place
-    return Problem(place, dotted(tree.as_written(path)), None, "unknown key.", _known_key(path[:-1], key, custom))
+    remedy = _known_key(path[:-1], str(path[-1]), custom)
+    return Problem(_key_place(path, tree), dotted(tree.as_written(path)), None, "unknown key.", remedy)
+
+
+def _key_place(path: KeyPath, tree: Node) -> Place:
+    node = tree.find(path)
+    assert node is not None, "a key that is wrong stands where it was found"
+    return node.key_place or node.place
 
 
 def _known_key(parent: KeyPath, key: str, custom: bool) -> str:

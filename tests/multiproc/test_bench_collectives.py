@@ -152,11 +152,21 @@ def test_the_table_is_on_stdout_and_missing_mpi_is_told_once(short_tmp):
     assert lines[1:4] == [
         "",
         "all-reduce, 3 ranks, float64, 1 round (* fastest of ours)",
-        "    size        count  contestant          time µs  algbw GB/s  busbw GB/s    x gloo  of memory limit",
+        "     size      count  contestant       time µs  algbw GB/s  busbw GB/s   x gloo  of memory limit",
     ]
-    assert lines[4].startswith("    64 B            8  default ")
+    assert lines[4].startswith("     64 B          8  default ")
     sends = lines.index("send one way, rank 0 to rank 1 of 3, float64, 1 round")
     assert [line.split()[-1] for line in lines[sends + 1 :]][-1] == "1.00"
+
+
+def test_each_number_of_ranks_is_shown_when_it_is_done(short_tmp):
+    with Bench(short_tmp, "-n", "2,3", "--sizes", "4", "--rounds", "1", "--quick") as bench:
+        bench.stdout.wait_for("^send one way, rank 0 to rank 1 of 2", SECONDS)
+        assert "3 ranks" not in bench.stdout.text
+        assert bench.process.poll() is None
+        assert bench.finish() == 0
+        assert bench.stdout.text.count(" cores (") == 1
+        assert "\n\nall-reduce, 3 ranks" in bench.stdout.text
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="without mpi4py it is not even tried")

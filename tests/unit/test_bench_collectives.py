@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import parallel3d
-from parallel3d.benchmarks import mpirun, wire
+from parallel3d.benchmarks import collectives, crews, mpirun, wire
+from parallel3d.benchmarks.crews import Crew, Reception
 from parallel3d.benchmarks.figures import Measured, Run, all_reduce_factor, fastest_of_ours, figures, geometric_means
 from parallel3d.benchmarks.known_values import check_sum, fill, largest_sum
 from parallel3d.benchmarks.memory_rank import PIECE_BYTES, MemoryRank, cut
 from parallel3d.benchmarks.mpirun import Mpi, find_mpi
 from parallel3d.benchmarks.our_rank import OurRank
 from parallel3d.benchmarks.plan import DTYPES, Plan, _check_memory, make_plan
+from parallel3d.benchmarks.plot import picture
 from parallel3d.benchmarks.sizes import human, parse_size, parse_sizes
-from parallel3d.benchmarks.table import render
+from parallel3d.benchmarks.table import _number, render
 from parallel3d.benchmarks.wire import Command, time_calls
 from process_groups.group import STRATEGIES
-from runtime.errors import InvalidCall
+from runtime.errors import BenchmarkError, InvalidCall
 
 
 @pytest.mark.parametrize(
@@ -32,6 +36,8 @@ from runtime.errors import InvalidCall
         (" 64KiB ", 65536),
         ("64 kib", 65536),
         ("64k", 65536),
+        ("4KB", 4000),
+        ("4.1 kb", 4100),
         ("1M", 1 << 20),
         ("1.5MiB", 3 << 19),
         ("2GiB", 2 << 30),
@@ -46,7 +52,18 @@ def test_a_list_of_sizes_keeps_its_order_and_counts_each_once():
 
 
 @pytest.mark.parametrize(
-    ("size", "text"), [(4, "4 B"), (1023, "1023 B"), (65536, "64 KiB"), (3 << 19, "1.5 MiB"), (2 << 30, "2 GiB")]
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (4, "4 B"),
+        (1023, "1023 B"),
+        (65536, "64 KiB"),
+        (3 << 19, "1.5 MiB"),
+        (2 << 30, "2 GiB"),
+        (4000, "4 KB"),
+        (1_500_000, "1.5 MB"),
+        (1_024_000, "1000 KiB"),
+    ],
 )
 def test_sizes_are_shown(size, text):
     assert human(size) == text
@@ -82,6 +99,8 @@ def test_large_sizes_and_quick_runs_repeat_less():
         ({"sizes": "-4"}, "--sizes '-4' is not a size such as 4, 64KiB or 1.5MiB."),
         ({"sizes": "0"}, "--sizes '0' is 0 bytes; give whole ones, 1 or more."),
         ({"sizes": "1.5"}, "--sizes '1.5' is 1.5 bytes; give whole ones, 1 or more."),
+        ({"sizes": "9" * 400}, "--sizes '999999999999...9999999999999' is not a size such as 4, 64KiB or 1.5MiB."),
+        ({"sizes": "8388608TiB"}, "--sizes '8388608TiB' is more than any memory; give less than 8 EiB."),
         ({"sizes": "6"}, "--sizes 6: a float32 has 4 bytes, and 6 is no multiple. Give 4 or 8."),
         ({"sizes": "2"}, "--sizes 2: a float32 has 4 bytes, and 2 is no multiple. Give 4."),
         ({"strategies": "best"}, f"--strategies 'best' is not one of {', '.join(STRATEGIES)}."),
@@ -145,27 +164,27 @@ def test_geometric_means_are_over_sizes():
 
 TABLE = """\
 all-reduce, 4 ranks, float32, median of 3 rounds (* fastest of ours)
-    size        count  contestant          time µs  algbw GB/s  busbw GB/s    x gloo     x mpi  of memory limit
-     4 B            1  default              2000.0        0.00        0.00      3.00      0.50            25.0%
-                       ring *               1000.0        0.00        0.00      6.00      1.00            50.0%
-                       gloo                 6000.0        0.00        0.00      1.00      0.17             8.3%
-                       mpi                  1000.0        0.00        0.00      6.00      1.00            50.0%
-                       memory limit          500.0        0.00        0.00     12.00      2.00           100.0%
+     size      count  contestant       time µs     min-max µs  algbw GB/s  busbw GB/s   x gloo    x mpi  of memory limit
+      4 B          1  default           2000.0  1000.0-3000.0   0.0000020   0.0000030     3.00     0.50                -
+                      ring *            1000.0  1000.0-4000.0   0.0000040   0.0000060     6.00     1.00                -
+                      gloo              6000.0   2000.0-12000  0.00000067   0.0000010     1.00     0.17                -
+                      mpi               1000.0  1000.0-1000.0   0.0000040   0.0000060     6.00     1.00                -
+                      memory limit       500.0    500.0-500.0   0.0000080    0.000012    12.00     2.00                -
 
-  16 MiB      4194304  default               60000        0.28        0.42      3.00      0.50            25.0%
-                       ring *                30000        0.56        0.84      6.00      1.00            50.0%
-                       gloo                 180000        0.09        0.14      1.00      0.17             8.3%
-                       mpi                   30000        0.56        0.84      6.00      1.00            50.0%
-                       memory limit          15000        1.12        1.68     12.00      2.00           100.0%
+   16 MiB    4194304  default            60000    30000-90000        0.28        0.42     3.00     0.50            25.0%
+                      ring *             30000   30000-120000        0.56        0.84     6.00     1.00            50.0%
+                      gloo              180000   60000-360000       0.093        0.14     1.00     0.17             8.3%
+                      mpi                30000    30000-30000        0.56        0.84     6.00     1.00            50.0%
+                      memory limit       15000    15000-15000        1.12        1.68    12.00     2.00           100.0%
 
-geometric mean, default: 3.00 x gloo, 0.50 x mpi, 25.0% of the memory limit
-geometric mean, ring: 6.00 x gloo, 1.00 x mpi, 50.0% of the memory limit
+geometric mean, default: 3.00 x gloo, 0.50 x mpi, 25.0% of the memory limit from 64 KiB up
+geometric mean, ring: 6.00 x gloo, 1.00 x mpi, 50.0% of the memory limit from 64 KiB up
 
 send one way, rank 0 to rank 1 of 4, float32, median of 3 rounds
-    size        count  contestant          time µs  algbw GB/s    x gloo
-     4 B            1  registered *          100.0        0.00      8.00
-                       unregistered          400.0        0.00      2.00
-                       gloo                  800.0        0.00      1.00"""
+     size      count  contestant       time µs     min-max µs  algbw GB/s   x gloo
+      4 B          1  registered *       100.0    100.0-100.0    0.000040     8.00
+                      unregistered       400.0    400.0-400.0    0.000010     2.00
+                      gloo               800.0    800.0-800.0   0.0000050     1.00"""
 
 
 def test_the_table():
@@ -181,11 +200,19 @@ def test_the_table():
     assert render(run, "float32", 3) == TABLE
 
 
+@pytest.mark.parametrize(
+    ("value", "text"), [(16.476, "16.48"), (0.1, "0.10"), (0.0956, "0.096"), (0.0004, "0.00040"), (2e-6, "0.0000020")]
+)
+def test_a_number_keeps_two_digits_however_small(value, text):
+    assert _number(value) == text
+
+
 def test_without_mpi_the_table_has_no_such_column():
     seconds = {name: SECONDS[name][:1] for name in ("default", "gloo", "memory limit")}
     run = Run(2, (Measured(4, 1, 200, seconds),), (Measured(4, 1, 200, seconds),))
     text = render(run, "float32", 1)
     assert "mpi" not in text
+    assert "min-max" not in text  # of one round
     assert "all-reduce, 2 ranks, float32, 1 round (* fastest of ours)\n" in text
 
 
@@ -288,6 +315,98 @@ def test_only_open_mpi_gets_its_own_options(monkeypatch):
     assert Mpi("mpirun", "HYDRA build details:").command(4) == ["mpirun", "-n", "4"]
     monkeypatch.setattr(mpirun.os, "geteuid", lambda: 1000)
     assert open_mpi.command(4) == ["mpirun", "--oversubscribe", "-n", "4"]
+
+
+class Idle:
+    """A crew that answers at once; notes whether MPI's processes had ended by then."""
+
+    def __init__(self, name: str, happened: list[str]) -> None:
+        self.name, self._happened = name, happened
+
+    async def __aenter__(self) -> None:
+        pass
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def ready(self) -> None:
+        pass
+
+    async def ask(self, command: Command) -> float:
+        self._happened.append("measured")
+        return 1.0
+
+
+async def test_an_mpi_that_is_not_ready_in_time_has_ended_before_anything_is_measured(tmp_path, monkeypatch):
+    happened: list[str] = []
+
+    async def never_ready() -> str:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)  # ending processes takes a while
+            happened.append("mpi has ended")
+        return ""
+
+    def make_crews(num_ranks: int, mpi: Mpi | None, reception: Reception, folder: Path) -> list[Crew | Idle]:
+        others = [Idle(name, happened) for name in ("ours", "gloo", "memory limit")]
+        return [*others, Crew("mpi", num_ranks, reception, never_ready)]
+
+    monkeypatch.setattr(crews, "_READY_SECONDS", 0.001)
+    monkeypatch.setattr(collectives, "_crews", make_crews)
+    notes, seen = [], []
+    plan = Plan((2,), (4,), ("default",), rounds=1)
+    runs = await collectives.measure(plan, None, tmp_path, lambda text: None, notes.append, seen.append)
+    assert notes == ["mpi is left out of 2 ranks: the ranks of mpi were not ready within 0.001 s"]
+    assert happened[0] == "mpi has ended"
+    assert happened.count("mpi has ended") == 1
+    assert set(happened[1:]) == {"measured"}
+    assert seen == runs
+
+
+async def test_a_rank_that_comes_when_its_crew_was_dismissed_is_sent_away(tmp_path, monkeypatch):
+    monkeypatch.setattr(crews, "_READY_SECONDS", 0.001)
+    async with Reception(tmp_path) as reception:
+        first, second = [await asyncio.open_unix_connection(reception.path) for _ in range(2)]
+        async with Crew("mpi", 2, reception, asyncio.Event().wait) as crew:
+            first[1].write(wire.to_line(crew="mpi", rank=0))
+            with pytest.raises(BenchmarkError, match="were not ready within"):
+                await crew.ready()
+            await crew.dismiss()
+            second[1].write(wire.to_line(crew="mpi", rank=1))
+            for reader, writer in (first, second):
+                assert await reader.read() == b""
+                writer.close()
+
+
+FACTS = {"cores": 2, "cpu": "a CPU", "torch": "2.0", "mpi": None}
+
+
+def test_the_picture_tells_lines_apart_and_says_what_was_measured():
+    sizes = (4, 1 << 20, 64 << 20)
+    names = [*STRATEGIES, "shared", "staged", "gloo", "mpi", "memory limit"]
+    reduced = tuple(Measured(size, size // 4, 3, {name: [1e-6 * size] for name in names}) for size in sizes)
+    sent = tuple(Measured(size, size // 4, 3, {"registered": [1e-6], "gloo": [2e-6]}) for size in sizes)
+    plan = Plan((2, 4), sizes, STRATEGIES, rounds=3)
+    drawn = picture(plan, FACTS, [Run(2, reduced, sent), Run(4, reduced, sent)])
+    assert drawn.get_suptitle() == "2 cores (a CPU), torch 2.0\nfloat32, 2, 4 ranks, median of 3 rounds"
+    assert [panel.get_title() for panel in drawn.axes] == [
+        "all-reduce, 2 ranks: bandwidth",
+        "all-reduce, 4 ranks: bandwidth",
+        "all-reduce, 2 ranks: time",
+        "all-reduce, 4 ranks: time",
+        "send, rank 0 to rank 1 of 2: time",
+        "send, rank 0 to rank 1 of 4: time",
+    ]
+    bandwidth, _, time, *_ = drawn.axes
+    assert [line.get_label() for line in time.get_lines()] == names
+    assert len({line.get_marker() for line in time.get_lines()}) == len(names)
+    assert len({str(line.get_linestyle()) + str(line.get_color()) for line in time.get_lines()}) > 2
+    assert list(time.get_lines()[0].get_ydata()) == pytest.approx([1.0 * size for size in sizes])  # µs
+    assert list(bandwidth.get_lines()[0].get_ydata()) == pytest.approx([1e-3] * 3)  # GB/s
+    drawn.draw_without_rendering()
+    for panel in drawn.axes[1::2]:
+        assert panel.get_legend().get_window_extent().x0 > panel.get_window_extent().x1  # beside the lines
 
 
 class Forgetful:

@@ -90,6 +90,7 @@ def test_v_schedules_imply_two_virtual_stages(schedule, here):
         ("8GiB", 8 << 30),
         ('"1.5 KiB"', 1536),
         ("2 kB", 2000),
+        ("4.1 kB", 4100),
         ("1 TB", 10**12),
     ],
 )
@@ -187,6 +188,17 @@ def test_overrides_take_yaml_lists_and_python_values():
     assert (config.data.path, config.runtime.run_dir) == ("corpus.txt", "7")
 
 
+@pytest.mark.parametrize("way", ["even", "parameters", "profile"])
+def test_a_word_says_how_layers_are_cut(way, here):
+    config = load(f"{{parallel: {{pp: 5}}, pipeline: {{layers_per_stage: {way}}}}}", here)
+    assert config.pipeline.layers_per_stage == way
+    assert load(config.to_yaml(), here) == config
+
+
+def test_layers_need_not_be_a_multiple_of_the_stages(here):
+    assert load("parallel: {pp: 5}", here).pipeline.layers_per_stage is None
+
+
 def test_environment_names_without_a_double_underscore_are_not_ours():
     environ = {
         "PARALLEL3D_HOST": "a",
@@ -240,5 +252,18 @@ def test_a_strategy_table_is_sorted_by_size_and_can_be_written_down_again(here):
     assert config.comm.strategy_table == ((64 << 10, "tree"), (1 << 30, "ring"))
     written = config.model_dump(mode="json")["comm"]["strategy_table"]
     assert written == {"65536 B": "tree", "1073741824 B": "ring"}
-    (here / "again.yaml").write_text(f"comm: {{strategy_table: {written}}}")
+    (here / "again.yaml").write_text(f"comm: {{strategy: adaptive, strategy_table: {written}}}")
     assert load_config("again.yaml").comm.strategy_table == config.comm.strategy_table
+
+
+@pytest.mark.parametrize("key", ["1024", "1024 B", "1 KiB", "1000.0"])
+def test_a_strategy_table_takes_bytes_without_a_unit(key):
+    table = {key: "ring"}
+    config = load_config(None, overrides={"comm.strategy": "adaptive", "comm.strategy_table": table}, environ={})
+    assert config.comm.strategy_table == ((1000 if key == "1000.0" else 1024, "ring"),)
+
+
+def test_a_strategy_table_may_be_long():
+    table = {f"{size} B": "ring" for size in range(1, 5000)}
+    config = load_config(None, overrides={"comm.strategy": "adaptive", "comm.strategy_table": table}, environ={})
+    assert len(config.comm.strategy_table or ()) == 4999

@@ -13,12 +13,12 @@ def test_each_case(value_refusal, refused):
 
 
 def test_all_errors_come_at_once_from_top_to_bottom(refused):
-    text = "train: {steps: 0}\nparallel: {pp: 5, dp: x}\npipline: {}\noptimizer: {lr: .inf}\n"
+    text = "train: {steps: 0}\nparallel: {pp: 25, dp: x}\npipline: {}\noptimizer: {lr: .inf}\n"
     overrides, environ = {"train.seed": "-1", "memory.budget": "-1"}, {"PARALLEL3D_COMM__TIMEOUT": "soon"}
     assert refused(text, overrides=overrides, environ=environ).splitlines()[::2] == [
         "run.yaml:1:16  train.steps = 0: must be at least 1.",
-        "run.yaml:2:16  parallel.pp = 5: 24 layers cannot be split evenly over pp(5) x virtual_stages(1) = 5 stages.",
-        'run.yaml:2:23  parallel.dp = "x": must be a whole number.',
+        "run.yaml:2:16  parallel.pp = 25: 24 layers are too few for pp(25) x virtual_stages(1) = 25 stages.",
+        'run.yaml:2:24  parallel.dp = "x": must be a whole number.',
         "run.yaml:3:1  pipline: unknown key.",
         "run.yaml:4:17  optimizer.lr = .inf: must be a finite number.",
         'PARALLEL3D_COMM__TIMEOUT  comm.timeout = "soon": '
@@ -134,6 +134,22 @@ def test_an_override_is_named_as_the_place(overrides, environ, place, rule, reme
     with pytest.raises(ConfigError) as error:
         load_config(None, overrides=overrides, environ=environ, world_size=8)
     assert str(error.value) == f"{place}  {rule}\n{' ' * len(place)}  {remedy}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "environ", "place"),
+    [
+        ({"parallel.pp": "4"}, {}, "--set parallel.pp"),
+        ({"parallel": {"pp": 4}}, {}, "--set parallel"),
+        ({}, {"PARALLEL3D_PARALLEL__PP": "4"}, "PARALLEL3D_PARALLEL__PP"),
+    ],
+)
+def test_what_was_set_is_blamed_before_the_file(refused, overrides, environ, place):
+    error = refused("parallel: {dp: 2, tp: 2, pp: 2}", world_size=8, overrides=overrides, environ=environ)
+    assert error == (
+        f"{place}  parallel.pp = 4: dp(2) x tp(2) x pp(4) = 16 ranks, but 8 were started.\n"
+        f"{' ' * len(place)}  Set dp to 1, or start 16 ranks."
+    )
 
 
 def test_an_override_inside_a_list_of_the_file(refused):

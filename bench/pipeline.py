@@ -1,0 +1,230 @@
+"""Pipelines beside torch.distributed.pipelining, in the same processes and in turns.
+
+python bench/pipeline.py [--json] [--quick]
+
+1. Stages that sleep: 1F1B and GPipe, as a share of the ideal (M+P-1)(F+B) with F and B as they were slept in the ranks;
+   zero-bubble beside our own 1F1B, with the backward split in halves.
+2. A small GPT on two ranks: our 1F1B, torch's on the same cut, and our zero-bubble; our step beside what the simulator
+   says with the costs that were measured in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import launch_for_result, median, options, show
+from pipeline_models import Sleeping, gpt_layers, gpt_loss
+from torch import nn
+from torch.distributed import pipelining
+
+import parallel3d
+from parallel3d.executor import Executor
+from parallel3d.measured import compare
+from parallel3d.schedules.build import build
+from parallel3d.stage import Stage
+
+MS = 1e-3
+TORCH = {"1f1b": pipelining.Schedule1F1B, "gpipe": pipelining.ScheduleGPipe}
+
+
+class Bench:
+    """One rank: makes contestants and times their steps, all ranks together."""
+
+    def __init__(self, mesh: parallel3d.Mesh) -> None:
+        self.mesh, self.me, self.size = mesh, mesh.pp.rank, mesh.pp.size
+
+    async def time(self, step: Callable[[], Any]) -> float:
+        """Seconds from the first rank's beginning to the last one's end."""
+        await self.mesh.pp.barrier()
+        start = time.perf_counter()
+        await step()
+        ends = await self.mesh.pp.all_gather(torch.tensor([start, time.perf_counter()], dtype=torch.float64))
+        starts, stops = ends.view(-1, 2).unbind(1)
+        return float(stops.max() - starts.min())
+
+    async def mean(self, value: float) -> float:
+        total = torch.tensor([value], dtype=torch.float64)
+        return float(await self.mesh.pp.all_reduce(total, op="mean"))
+
+    def ours(self, schedule: str, module: nn.Module, microbatches: int, loss: Any) -> Executor:
+        table = build(schedule, self.size, microbatches)
+        stage = Stage(self.me, self.size, module, splits_backward=table.splits_backward)
+        return Executor(self.mesh, table, {self.me: stage}, loss)
+
+    def torchs(self, schedule: str, module: nn.Module, microbatches: int, loss: Any, data: Any) -> Callable[[], Any]:
+        stage = pipelining.PipelineStage(module, self.me, self.size, torch.device("cpu"))
+        runner = TORCH[schedule](stage, microbatches, loss_fn=loss)
+        inputs, targets = (torch.cat(list(each)) for each in data)
+
+        def step() -> None:
+            if self.me == 0:
+                runner.step(inputs)
+            elif self.me == self.size - 1:
+                runner.step(target=targets, losses=[])
+            else:
+                runner.step()
+
+        return lambda: self.mesh.compute(step)
+
+
+def squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+async def sleeping(bench: Bench, microbatches: int, forward: float, backward: float, rounds: int) -> dict[str, Any]:
+    data = [torch.ones(1, 8)] * microbatches, [torch.zeros(1, 8)] * microbatches
+    contestants: dict[str, tuple[Sleeping, Callable[[], Any]]] = {}
+    for schedule in TORCH:
+        module = Sleeping(forward, backward)
+        executor = bench.ours(schedule, module, microbatches, squares)
+        contestants[f"ours {schedule}"] = module, lambda executor=executor: executor.step(*data)
+        module = Sleeping(forward, backward)
+        step = bench.torchs(schedule, module, microbatches, squares, data)
+        contestants[f"torch {schedule}"] = module, step
+    module = Sleeping(forward, backward)
+    zero_bubble = bench.ours("zero-bubble", module, microbatches, squares)
+    contestants["ours zero-bubble"] = module, lambda: zero_bubble.step(*data)
+    found: dict[str, dict[str, list[float]]] = {
+        name: {"seconds": [], "share": [], "nominal": []} for name in contestants
+    }
+    for number in range(rounds + 1):
+        for name, (module, step) in contestants.items():
+            seconds = await bench.time(step)
+            slept = await bench.mean(module.seconds())
+            if number == 0:
+                continue  # the first makes connections
+            turns = microbatches + bench.size - 1
+            found[name]["seconds"].append(seconds)
+            found[name]["share"].append(turns * slept / seconds)
+            found[name]["nominal"].append(turns * (forward + backward) / seconds)
+    gain = [a / b for a, b in zip(found["ours 1f1b"]["seconds"], found["ours zero-bubble"]["seconds"], strict=True)]
+    return {
+        "ranks": bench.size,
+        "microbatches": microbatches,
+        "forward_ms": forward / MS,
+        "backward_ms": backward / MS,
+        "contestants": {name: {key: median(values) for key, values in rows.items()} for name, rows in found.items()},
+        "zero_bubble_gain": median(gain),
+    }
+
+
+async def gpt(bench: Bench, sequence: int, rounds: int) -> dict[str, Any]:
+    batch, microbatches = 16, 8
+    torch.manual_seed(1)
+    inputs, targets = torch.randint(0, 1024, (2, batch, sequence))
+    data = list(inputs.chunk(microbatches)), list(targets.chunk(microbatches))
+
+    def half() -> nn.Module:
+        layers = gpt_layers()
+        return nn.Sequential(*(layers[:3] if bench.me == 0 else layers[3:]))
+
+    modules = {name: half() for name in ("ours 1f1b", "torch 1f1b", "ours zero-bubble")}
+    executors = {
+        name: bench.ours(name[5:], modules[name], microbatches, gpt_loss) for name in modules if "ours" in name
+    }
+    steps: dict[str, Callable[[], Any]] = {
+        "torch 1f1b": bench.torchs("1f1b", modules["torch 1f1b"], microbatches, gpt_loss, data)
+    }
+    last: dict[str, Any] = {}
+    for name, executor in executors.items():
+
+        async def step(name: str = name, executor: Executor = executor) -> None:
+            last[name] = await executor.step(*data)
+
+        steps[name] = step
+    seconds: dict[str, list[float]] = {name: [] for name in modules}
+    simulated: dict[str, list[float]] = {name: [] for name in executors}
+    for number in range(rounds + 2):
+        for name in modules:
+            for parameter in modules[name].parameters():
+                parameter.grad = None
+            took = await bench.time(steps[name])
+            if number < 2:
+                continue  # torch makes connections and imports what it needs
+            seconds[name].append(took)
+            if name in executors:
+                measured = await executors[name].measured(last[name])
+                simulated[name].append(compare(measured).planned.makespan / took)
+    ratio = {
+        "over_torch": [a / b for a, b in zip(seconds["torch 1f1b"], seconds["ours 1f1b"], strict=True)],
+        "zero_bubble_gain": [a / b for a, b in zip(seconds["ours 1f1b"], seconds["ours zero-bubble"], strict=True)],
+    }
+    return {
+        "sequence": sequence,
+        "seconds": {name: median(values) for name, values in seconds.items()},
+        "simulated_share": {name: median(values) for name, values in simulated.items()},
+        **{name: median(values) for name, values in ratio.items()},
+    }
+
+
+def rank_main() -> None:
+    """One rank; the first leaves what was found in the file that the last word names."""
+    found = parallel3d.run(measure)
+    if os.environ["RANK"] == "0":
+        Path(sys.argv[-1]).write_text(json.dumps(found))
+
+
+async def measure() -> dict[str, Any]:
+    case, quick, path = sys.argv[2], sys.argv[3] == "quick", sys.argv[-1]
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    size = int(os.environ["WORLD_SIZE"])
+    store = f"file://{Path(path).with_name('torch-store')}"
+    dist.init_process_group("gloo", init_method=store, rank=int(os.environ["RANK"]), world_size=size)
+    async with parallel3d.mesh(pp=size, threads=1, timeout=120) as mesh:
+        bench = Bench(mesh)
+        if case == "gpt":
+            found = await gpt(bench, int(sys.argv[4]), 5 if quick else 25)
+        else:
+            forward, backward = (float(each) * MS for each in sys.argv[5:7])
+            found = await sleeping(bench, int(sys.argv[4]), forward, backward, 1 if quick else 5)
+    dist.destroy_process_group()
+    return found
+
+
+def lines_of(sleeps: list[dict[str, Any]], gpts: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for each in sleeps:
+        lines.append(
+            f"stages that sleep {each['forward_ms']:g} + {each['backward_ms']:g} ms, {each['ranks']} stages x "
+            f"{each['microbatches']} microbatches"
+        )
+        lines.append(f"  {'':18} {'ms':>8} {'of ideal, as slept':>20} {'of ideal, nominal':>20}")
+        for name, row in each["contestants"].items():
+            ideal = [f"{100 * row[key]:.1f} %" if name != "ours zero-bubble" else "" for key in ("share", "nominal")]
+            lines.append(f"  {name:18} {row['seconds'] / MS:8.1f} {ideal[0]:>20} {ideal[1]:>20}")
+        lines += [f"  our 1f1b over zero-bubble: {each['zero_bubble_gain']:.3f}", ""]
+    for each in gpts:
+        lines.append(f"small GPT, 2 stages x 8 microbatches, sequence {each['sequence']}")
+        lines += [f"  {name:18} {seconds / MS:8.1f} ms" for name, seconds in each["seconds"].items()]
+        lines.append(f"  torch's 1f1b over ours: {each['over_torch']:.3f}")
+        lines.append(f"  our 1f1b over zero-bubble: {each['zero_bubble_gain']:.3f}")
+        shares = ", ".join(f"{name[5:]} {share:.3f}" for name, share in each["simulated_share"].items())
+        lines += [f"  simulated from measured costs, over measured: {shares}", ""]
+    return lines[:-1]
+
+
+def main() -> None:
+    chosen = options(__doc__)
+    words = "quick" if chosen.quick else "full"
+    sizes = [(4, 8, 10, 20)] if chosen.quick else [(4, 8, 10, 20), (8, 16, 10, 20), (4, 8, 20, 40), (8, 16, 20, 40)]
+    sleeps: list[Any] = [
+        launch_for_result(ranks, __file__, "rank", "sleep", words, str(number), str(forward), str(backward))
+        for ranks, number, forward, backward in sizes
+    ]
+    gpts: list[Any] = [launch_for_result(2, __file__, "rank", "gpt", words, str(length)) for length in (128, 8)]
+    show({"sleeping": sleeps, "gpt": gpts}, lines_of(sleeps, gpts), chosen.json)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["rank"]:
+        rank_main()
+    else:
+        main()

@@ -1,0 +1,101 @@
+"""Stages that `bench/pipeline.py` runs: some that sleep, and a small GPT."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from parallel3d.weight_gradients import later
+
+WIDTH, HEADS, VOCABULARY, LAYERS = 256, 4, 1024, 4
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, weight: torch.Tensor, stage: Sleeping) -> torch.Tensor:
+        ctx.stage, ctx.weight = stage, weight
+        stage.sleep(stage.forward_seconds, stage.forwards)
+        return values + 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        stage, weight = ctx.stage, ctx.weight
+        stage.sleep(stage.backward_seconds / 2, stage.backwards)
+
+        def weight_part() -> None:
+            stage.sleep(stage.backward_seconds / 2, stage.backwards)
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+
+        later(weight_part)
+        return gradients[0], None, None
+
+
+class Sleeping(nn.Module):
+    """Takes its time and computes next to nothing. `forwards` and `backwards` are the seconds that it really slept."""
+
+    def __init__(self, forward_seconds: float, backward_seconds: float) -> None:
+        super().__init__()
+        self.forward_seconds, self.backward_seconds = forward_seconds, backward_seconds
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.forwards: list[float] = []
+        self.backwards: list[float] = []
+        """Half a backward each."""
+
+    @staticmethod
+    def sleep(seconds: float, log: list[float]) -> None:
+        start = time.perf_counter()
+        time.sleep(seconds)
+        log.append(time.perf_counter() - start)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return _Sleep.apply(values, self.weight, self)
+
+    def seconds(self) -> float:
+        """Of a forward and a backward, on average since the last time."""
+        total = sum(self.forwards) / len(self.forwards) + 2 * sum(self.backwards) / len(self.backwards)
+        self.forwards.clear()
+        self.backwards.clear()
+        return total
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = values.shape
+
+        def heads(layer: nn.Linear) -> torch.Tensor:
+            return layer(values).view(batch, length, HEADS, -1).transpose(1, 2)
+
+        found = functional.scaled_dot_product_attention(
+            heads(self.query), heads(self.key), heads(self.value), is_causal=True
+        )
+        return self.out(found.transpose(1, 2).reshape(batch, length, -1))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention, self.up, self.down = Attention(), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        values = values + self.attention(self.before(values))
+        return values + self.down(functional.gelu(self.up(self.between(values))))
+
+
+def gpt_layers() -> list[nn.Module]:
+    """An embedding, four blocks, a head."""
+    torch.manual_seed(0)
+    return [nn.Embedding(VOCABULARY, WIDTH), *(Block() for _ in range(LAYERS)), nn.Linear(WIDTH, VOCABULARY)]
+
+
+def gpt_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(output.reshape(-1, VOCABULARY), target.reshape(-1))

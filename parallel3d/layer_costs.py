@@ -1,0 +1,186 @@
+"""Layer costs: how long each layer of a model takes, measured on a sample, and nothing of the model changed by it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from runtime.errors import InvalidCall
+
+Clock = Callable[[], float]
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """Seconds of one microbatch."""
+
+    forward: float
+    input_backward: float
+    """The backward without gradients of weights. 0 where no input needs a gradient."""
+    weight_backward: float
+    """What a whole backward takes longer than that."""
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.input_backward + self.weight_backward
+
+
+def profile_layers(
+    layers: Sequence[nn.Module], sample: Any, repeats: int = 5, *, clock: Clock = time.perf_counter
+) -> list[LayerCost]:
+    """What each layer costs: medians of `repeats` passes over all layers after one that is not counted. In a pass each
+    layer runs on what the one before gave.
+
+    sample: the first layer's input for one microbatch: a tensor, or several as a tuple.
+
+    Parameters, their `.grad` and buffers are as before afterwards, and so are the random numbers of torch and Python.
+    """
+    if repeats < 1:
+        raise InvalidCall(f"repeats = {repeats}: give at least 1.")
+    inputs = as_tensors(sample, "the sample")
+    profiles = [_Profile(layer, f"layer {index} ({type(layer).__name__})", clock) for index, layer in enumerate(layers)]
+    with _random_numbers_kept(_cuda_devices(layers, inputs)), torch.enable_grad():
+        # Whole passes and not one layer at a time: a moment in which the machine was busy spoils one run of many
+        # layers, which a median ignores, and not all runs of one layer.
+        passes = [_pass(profiles, inputs) for _ in range(repeats + 1)][1:]
+    return [_median(costs) for costs in zip(*passes, strict=True)]
+
+
+def _pass(profiles: Sequence[_Profile], values: Tensors) -> list[LayerCost]:
+    costs = []
+    for profile in profiles:
+        try:
+            cost, values = profile.measure(values)
+        except Exception as error:
+            error.add_note(f"This is from measuring {profile.name}.")
+            raise
+        costs.append(cost)
+    return costs
+
+
+def _median(costs: Sequence[LayerCost]) -> LayerCost:
+    return LayerCost(
+        median(cost.forward for cost in costs),
+        median(cost.input_backward for cost in costs),
+        median(cost.weight_backward for cost in costs),
+    )
+
+
+def as_tensors(output: Any, name: str) -> Tensors:
+    """A module's output as the arguments of the next."""
+    tensors = tuple(output) if isinstance(output, tuple | list) else (output,)
+    for each in tensors:
+        if not isinstance(each, torch.Tensor):
+            raise InvalidCall(f"{name} gives {type(each).__name__}; give a tensor or a tuple of tensors.")
+    return tensors
+
+
+class _Run(NamedTuple):
+    forward: float
+    backward: float
+    outputs: Tensors
+
+
+class _Profile:
+    """One layer, and how it is measured."""
+
+    def __init__(self, layer: nn.Module, name: str, clock: Clock) -> None:
+        self.name, self._layer, self._clock = name, layer, clock
+        self._trained = [each for each in layer.parameters() if each.requires_grad]
+        self._devices: Sequence[torch.device] = ()
+
+    def measure(self, values: Tensors) -> tuple[LayerCost, Tensors]:
+        """Its cost, and what it gives the next layer."""
+        inputs = tuple(_cut_off(each) for each in values)
+        self._devices = _cuda_devices([self._layer], inputs)
+        with _state_kept(self._layer):
+            whole = self._run(inputs)
+            if not any(each.requires_grad for each in inputs):
+                return LayerCost(whole.forward, 0.0, whole.backward), whole.outputs
+            # With frozen weights autograd itself leaves the weights' part out, whatever the layer is made of.
+            with self._frozen():
+                inputs_only = self._run(inputs).backward
+        inputs_only = min(inputs_only, whole.backward)  # noise may have it the other way round
+        return LayerCost(whole.forward, inputs_only, whole.backward - inputs_only), whole.outputs
+
+    def _run(self, given: Tensors) -> _Run:
+        for each in self._trained:
+            each.grad = None
+        # Copies, for a layer may work in place, which autograd does not allow on a leaf.
+        inputs = [each.clone() for each in given]
+        start = self._now()
+        output = self._layer(*inputs)
+        forward = self._now() - start
+        outputs = as_tensors(output, self.name)
+        ends = [each for each in outputs if each.requires_grad]
+        gradients = [torch.ones_like(each) for each in ends]
+        start = self._now()
+        if ends:
+            torch.autograd.backward(ends, gradients)
+        return _Run(forward, self._now() - start, tuple(_cut_off(each) for each in outputs))
+
+    def _now(self) -> float:
+        for device in self._devices:
+            torch.cuda.synchronize(device)
+        return self._clock()
+
+    @contextlib.contextmanager
+    def _frozen(self) -> Iterator[None]:
+        try:
+            for each in self._trained:
+                each.requires_grad_(False)
+            yield
+        finally:
+            for each in self._trained:
+                each.requires_grad_(True)
+
+
+def _cut_off(tensor: torch.Tensor) -> torch.Tensor:
+    """With its values and its need of a gradient, but without its past."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _cuda_devices(layers: Sequence[nn.Module], tensors: Tensors) -> list[torch.device]:
+    found = {each.device for layer in layers for each in layer.parameters()} | {each.device for each in tensors}
+    return [device for device in found if device.type == "cuda"]
+
+
+@contextlib.contextmanager
+def _random_numbers_kept(devices: list[torch.device]) -> Iterator[None]:
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(state)
+
+
+@contextlib.contextmanager
+def _state_kept(layer: nn.Module) -> Iterator[None]:
+    """One layer at a time, so that only one is held twice."""
+    gradients = [(each, each.grad) for each in layer.parameters()]
+    buffers = [(each._buffers, dict(each._buffers)) for each in layer.modules()]
+    # Parameters too: an embedding with max_norm changes its weight in the forward.
+    tensors = [*layer.parameters(), *layer.buffers()]
+    saved = [(each, each.detach().clone()) for each in tensors]
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for now, before in buffers:
+            now.clear()
+            now.update(before)
+        with torch.no_grad():
+            for tensor, values in saved:
+                if not torch.equal(tensor, values):  # their version does not tell: BatchNorm's running stats keep it
+                    tensor.copy_(values)

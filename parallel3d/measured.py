@@ -1,0 +1,224 @@
+"""A step as it was, beside the step as planned: times of every action, the bubble of each, and what came late first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from parallel3d.schedules.actions import Action, Kind, parse_actions
+from parallel3d.schedules.table import Table
+from parallel3d.simulation import Costs, Simulation, simulate
+from runtime.errors import InvalidCall
+
+_LATE = 0.1  # of the action's own planned time: what is within that is noise
+_LEAST = 0.0005  # seconds that count as late
+_SENDS = {Kind.RECV_F: (Kind.SEND_F, -1), Kind.RECV_B: (Kind.SEND_B, 1)}
+
+
+class Why(StrEnum):
+    """Why an action came late."""
+
+    LATE_RECEIVE = "late receive"
+    """What it needs came late from another rank, though that rank had sent it in time."""
+    SLOW_COMPUTE = "slow compute"
+    """The action before it took longer than its stage's others."""
+    HELD_UP = "held up"
+    """Its rank did something else: a collective, the operating system, the event loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """The first action that started later than planned: the others may be late because of it."""
+
+    rank: int
+    action: Action
+    seconds: float
+    why: Why
+    because_of: Action
+    """The receive that came late, the action that was slow, or the last one before the rank was held up."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.action} came {self.seconds * 1e3:.1f} ms late: {self.why} ({self.because_of})"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All ranks' times of one step, in seconds from its first action."""
+
+    table: Table
+    """With communication, as it was carried out."""
+    starts: tuple[tuple[float, ...], ...]
+    ends: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def of(cls, table: Table, times: Sequence[Sequence[tuple[float, float]]]) -> Measured:
+        """From (start, end) of each rank's actions, in the order of its column, on one clock."""
+        first = min(start for column in times for start, _ in column)
+        return cls(
+            table,
+            tuple(tuple(start - first for start, _ in column) for column in times),
+            tuple(tuple(end - first for _, end in column) for column in times),
+        )
+
+    @cached_property
+    def makespan(self) -> float:
+        return max(end for column in self.ends for end in column)
+
+    @cached_property
+    def _seconds(self) -> dict[tuple[Kind, int], list[float]]:
+        """Of each stage's actions of a kind."""
+        found: dict[tuple[Kind, int], list[float]] = {}
+        for _, action, start, end in self._actions():
+            found.setdefault((action.kind, action.stage), []).append(end - start)
+        return found
+
+    def _actions(self) -> Iterable[tuple[int, Action, float, float]]:
+        for rank, column in enumerate(self.table.columns):
+            for action, start, end in zip(column, self.starts[rank], self.ends[rank], strict=True):
+                yield rank, action, start, end
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """By rank: seconds of forwards and backwards."""
+        found = [0.0] * self.table.num_ranks
+        for rank, action, start, end in self._actions():
+            found[rank] += end - start if action.is_compute else 0.0
+        return tuple(found)
+
+    @property
+    def rank_bubble_ratios(self) -> tuple[float, ...]:
+        return tuple(1 - busy / self.makespan for busy in self.busy)
+
+    @property
+    def bubble_ratio(self) -> float:
+        """The part of all ranks' time in which they did not compute."""
+        return 1 - sum(self.busy) / (self.table.num_ranks * self.makespan)
+
+    def costs(self) -> Costs:
+        """What a stage's actions took on average, and a message's way at best."""
+        stages = range(self.table.stages)
+
+        def mean(kind: Kind, stage: int) -> float:
+            values = self._seconds.get((kind, stage), [])
+            return sum(values) / len(values) if values else 0.0
+
+        whole = [mean(Kind.B, stage) for stage in stages]
+        return Costs(
+            self.table.stages,
+            forward=[mean(Kind.F, stage) for stage in stages],
+            input_backward=[mean(Kind.I, stage) + whole[stage] for stage in stages],
+            weight_backward=[mean(Kind.W, stage) for stage in stages],
+            transfer=[self._transfer(Kind.RECV_F, stage + 1) for stage in stages[:-1]],
+            backward_transfer=[self._transfer(Kind.RECV_B, stage) for stage in stages[:-1]],
+        )
+
+    def _transfer(self, kind: Kind, stage: int) -> float:
+        """A message's way, where its receiver waited for it; else what taking it out took."""
+        send, step = _SENDS[kind]
+        waited, taken = [], []
+        for microbatch in range(self.table.microbatches):
+            received = self._times.get(Action(stage, kind, microbatch))
+            sent = self._times.get(Action(stage + step, send, microbatch))
+            if received is not None and sent is not None:
+                taken.append(received[1] - received[0])
+                if received[0] < sent[0]:
+                    waited.append(received[1] - sent[0])
+        return max(0.0, median(waited or taken or [0.0]))
+
+    @cached_property
+    def _times(self) -> dict[Action, tuple[float, float]]:
+        return {action: (start, end) for _, action, start, end in self._actions()}
+
+    # Files.
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schedule": self.table.schedule,
+            "stages": self.table.stages,
+            "microbatches": self.table.microbatches,
+            "ranks": [[str(action) for action in column] for column in self.table.columns],
+            "starts": [list(column) for column in self.starts],
+            "ends": [list(column) for column in self.ends],
+        }
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Measured:
+        columns = tuple(tuple(parse_actions(text)[0] for text in column) for column in found["ranks"])
+        table = Table(found["schedule"], found["stages"], found["microbatches"], columns)
+        starts, ends = (tuple(tuple(map(float, column)) for column in found[key]) for key in ("starts", "ends"))
+        if not list(map(len, columns)) == list(map(len, starts)) == list(map(len, ends)):
+            raise InvalidCall("a measured step has one start and one end for each action.")
+        return cls(table, starts, ends)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Measured:
+        try:
+            return cls.from_json(json.loads(Path(path).read_text()))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InvalidCall(f"{path} holds no measured step: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Planned beside measured. The plan is the simulation with the costs that were measured."""
+
+    measured: Measured
+    planned: Simulation
+    first_late: Late | None
+
+    def __str__(self) -> str:
+        lines = [
+            f"step {self.measured.makespan * 1e3:.1f} ms, planned {self.planned.makespan * 1e3:.1f} ms",
+            "rank  bubble planned  measured",
+        ]
+        both = zip(self.planned.rank_bubble_ratios, self.measured.rank_bubble_ratios, strict=True)
+        lines += [f"{rank:4}  {100 * plan:12.1f} %  {100 * was:6.1f} %" for rank, (plan, was) in enumerate(both)]
+        lines.append(f"first late: {self.first_late}" if self.first_late is not None else "nothing came late")
+        return "\n".join(lines)
+
+
+def compare(measured: Measured, costs: Costs | None = None) -> Comparison:
+    """`costs` are what was expected; without them, what the step's own actions took on average."""
+    costs = measured.costs() if costs is None else costs
+    planned = simulate(measured.table, costs)
+    return Comparison(measured, planned, _first_late(measured, planned))
+
+
+def _first_late(measured: Measured, planned: Simulation) -> Late | None:
+    late = []
+    for rank, column in enumerate(measured.table.columns):
+        for at, action in enumerate(column):
+            if not action.is_compute:
+                continue
+            expected = planned.ends[rank][at] - planned.starts[rank][at]
+            seconds = measured.starts[rank][at] - planned.starts[rank][at]
+            if seconds > max(_LEAST, _LATE * expected):
+                late.append((measured.starts[rank][at], rank, at, seconds))
+    if not late:
+        return None
+    _, rank, at, seconds = min(late)
+    why, because_of = _why(measured, planned, rank, at)
+    return Late(rank, measured.table.columns[rank][at], seconds, why, because_of)
+
+
+def _why(measured: Measured, planned: Simulation, rank: int, at: int) -> tuple[Why, Action]:
+    """What took the largest part of the time by which an action is late."""
+    column, starts, ends = measured.table.columns[rank], measured.starts[rank], measured.ends[rank]
+    before = next((i for i in range(at - 1, -1, -1) if column[i].is_compute), -1)
+    free = ends[before] if before >= 0 else 0.0
+    lost = {(Why.HELD_UP, column[max(before, 0)]): starts[at] - free}
+    for i in range(before + 1, at):
+        if column[i].kind in _SENDS:
+            waited = ends[i] - max(starts[i], planned.ends[rank][i])
+            lost[Why.LATE_RECEIVE, column[i]] = waited
+            lost[Why.HELD_UP, column[max(before, 0)]] -= ends[i] - starts[i]
+    if before >= 0:
+        expected = planned.ends[rank][before] - planned.starts[rank][before]
+        lost[Why.SLOW_COMPUTE, column[before]] = ends[before] - starts[before] - expected
+    return max(lost, key=lost.__getitem__)

@@ -1,0 +1,206 @@
+"""A model's partition: which of its layers make up each stage of a pipeline.
+
+What can be cut is an `nn.Sequential`, or a model with the method
+
+    def pipeline_layers(self) -> Sequence[nn.Module]
+
+that gives its layers in order: called one after the other they are the model. A layer takes what the one before gave,
+and a tuple as that many arguments, inside a stage as well as between two. Every parameter belongs to a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from parallel3d.cuts import StageCosts, best_cut, bounds, counted_once, even_cut, given_cut, summed
+from parallel3d.layer_costs import LayerCost, profile_layers
+from runtime.errors import InvalidCall
+
+
+class Chain(nn.Module):
+    """Layers called one after the other, a tuple as that many arguments."""
+
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, *values: Any) -> Any:
+        # Not `children()`, which leaves out a layer's second place if it has two.
+        for layer in self._modules.values():
+            assert layer is not None
+            output = layer(*values)
+            values = tuple(output) if isinstance(output, tuple | list) else (output,)
+        return output
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A model's layers and how many of them each stage has. Printed, it is a table."""
+
+    names: tuple[str, ...]
+    """Of each layer, as the model calls it."""
+    layers: tuple[nn.Module, ...]
+    layers_per_stage: tuple[int, ...]
+    costs: tuple[LayerCost, ...] | None = None
+    """Of each layer, where they were measured."""
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.layers_per_stage)
+
+    @property
+    def bounds(self) -> tuple[tuple[int, int], ...]:
+        """Of each stage its first layer, and the layer after its last."""
+        return bounds(self.layers_per_stage)
+
+    def layers_of(self, stage: int) -> tuple[nn.Module, ...]:
+        return self.layers[self._span(stage)]
+
+    def names_of(self, stage: int) -> tuple[str, ...]:
+        return self.names[self._span(stage)]
+
+    def module_of(self, stage: int) -> Chain:
+        """The layers of a stage as one module. Its parameters are called after the layer's number in the whole model,
+        such as `7.weight`, so that no two stages use the same name."""
+        first, _ = self.bounds[self._checked(stage)]
+        return Chain({str(index): layer for index, layer in enumerate(self.layers_of(stage), first)})
+
+    def parameters_of(self, stage: int) -> int:
+        """How many numbers its parameters have; one that several layers share counts once."""
+        return _num_parameters(self.layers_of(stage))
+
+    def seconds_of(self, stage: int) -> float | None:
+        """Of one microbatch, forward and backward; None where nothing was measured."""
+        return None if self.costs is None else sum(cost.seconds for cost in self.costs[self._span(stage)])
+
+    def _span(self, stage: int) -> slice:
+        return slice(*self.bounds[self._checked(stage)])
+
+    def _checked(self, stage: int) -> int:
+        if not 0 <= stage < self.num_stages:
+            raise InvalidCall(f"stage {stage}: there are {self.num_stages} stages, 0 to {self.num_stages - 1}.")
+        return stage
+
+    def __str__(self) -> str:
+        rows = [("stage", "layers", "parameters", "seconds", "from", "to")]
+        for stage, number in enumerate(self.layers_per_stage):
+            names, seconds = self.names_of(stage), self.seconds_of(stage)
+            parameters = f"{self.parameters_of(stage):,}"
+            rows.append((f"{stage}", f"{number}", parameters, _seconds(seconds), names[0], names[-1]))
+        in_all = None if self.costs is None else sum(cost.seconds for cost in self.costs)
+        rows.append(("all", f"{len(self.layers)}", f"{_num_parameters(self.layers):,}", _seconds(in_all), "", ""))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(_aligned(row, widths) for row in rows)
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.3g}"
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
+    """Numbers to the right, the two names to the left."""
+    cells = zip(row, widths, strict=True)
+    texts = [
+        text.rjust(width) if column < len(row) - 2 else text.ljust(width) for column, (text, width) in enumerate(cells)
+    ]
+    return "  ".join(texts).rstrip()
+
+
+def partition(
+    model: nn.Module,
+    stages: int,
+    layers_per_stage: Sequence[int] | str | None = None,
+    *,
+    sample: Any = None,
+    costs: Sequence[LayerCost] | None = None,
+    rank_of_stage: Sequence[int] | None = None,
+) -> Partition:
+    """Cut a model into that many stages, virtual ones counted.
+
+    layers_per_stage: as in the configuration: numbers, or `even` (as is None), `parameters` or `profile`.
+    sample: the model's input for one microbatch, which `profile` measures with.
+    costs: what `profile_layers` measured, so that `profile` need not measure. No two ranks measure the same: let one
+        of them measure, and send the others its `Partition.layers_per_stage`.
+    rank_of_stage: for `parameters` and `profile`; the slowest rank is made fast, instead of the slowest stage.
+    """
+    names, layers = _layers_in(model)
+    if costs is not None and len(costs) != len(layers):
+        raise InvalidCall(f"costs of {len(costs)} layers, but the model has {len(layers)}: give one a layer.")
+    if layers_per_stage is None or layers_per_stage == "even":
+        cut = even_cut(len(layers), stages)
+    elif layers_per_stage == "parameters":
+        cut = best_cut(_parameter_costs(layers), stages, rank_of_stage)
+    elif layers_per_stage == "profile":
+        even_cut(len(layers), stages)  # refuses what cannot be cut before anything is measured
+        costs = _measured(layers, sample) if costs is None else costs
+        cut = best_cut(summed([cost.seconds for cost in costs]), stages, rank_of_stage)
+    elif isinstance(layers_per_stage, str):
+        raise InvalidCall(
+            f'layers_per_stage = "{layers_per_stage}": must be even, parameters, profile or a list of numbers, one a '
+            "stage."
+        )
+    else:
+        cut = given_cut(layers_per_stage, len(layers), stages)
+    return Partition(names, layers, cut, None if costs is None else tuple(costs))
+
+
+def _measured(layers: Sequence[nn.Module], sample: Any) -> list[LayerCost]:
+    if sample is None:
+        raise InvalidCall('layers_per_stage = "profile" measures layers: give a sample, or costs measured before.')
+    return profile_layers(layers, sample)
+
+
+def _layers_in(model: nn.Module) -> tuple[tuple[str, ...], tuple[nn.Module, ...]]:
+    """The layers' names and the layers."""
+    kind = type(model)
+    given = getattr(model, "pipeline_layers", None)
+    if callable(given):
+        layers = tuple(given())
+        own = {id(module): name for name, module in model.named_modules()}
+        names = tuple(own.get(id(layer)) or f"layer {index}" for index, layer in enumerate(layers))
+    elif isinstance(model, nn.Sequential) and kind.forward is nn.Sequential.forward:
+        names, layers = tuple(model._modules), tuple(model)
+    else:
+        why = "has a forward of its own" if isinstance(model, nn.Sequential) else "is no nn.Sequential"
+        raise InvalidCall(
+            f"{kind.__name__} cannot be cut into stages: it {why}. "
+            "Give it a method pipeline_layers() that returns its layers in order."
+        )
+    _refuse_wrong_layers(model, layers)
+    return names, layers
+
+
+def _refuse_wrong_layers(model: nn.Module, layers: Sequence[object]) -> None:
+    kind, modules = type(model).__name__, [layer for layer in layers if isinstance(layer, nn.Module)]
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, nn.Module):
+            raise InvalidCall(f"{kind}: layer {index} is {type(layer).__name__}; each layer must be an nn.Module.")
+    placed = {id(each) for layer in modules for each in layer.parameters()}
+    lost = [name for name, each in model.named_parameters() if id(each) not in placed]
+    if lost:
+        raise InvalidCall(
+            f"{kind}: no layer has the parameter {lost[0]}"
+            + (f" (and {len(lost) - 1} more)" if lost[1:] else "")
+            + ". "
+            "Put it into one of the modules that pipeline_layers() returns."
+        )
+
+
+def _parameter_costs(layers: Sequence[nn.Module]) -> StageCosts:
+    return counted_once([_sizes(layer) for layer in layers])
+
+
+def _num_parameters(layers: Sequence[nn.Module]) -> int:
+    sizes: dict[Hashable, int] = {}
+    for layer in layers:
+        sizes |= _sizes(layer)
+    return sum(sizes.values())
+
+
+def _sizes(layer: nn.Module) -> dict[Hashable, int]:
+    return {id(each): each.numel() for each in layer.parameters()}

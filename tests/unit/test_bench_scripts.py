@@ -1,0 +1,51 @@
+"""What the scripts in bench/ say about their figures."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import pytest
+
+from tests.processes import ROOT
+
+Load = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def load(monkeypatch) -> Iterator[Load]:
+    """Imports a script as if its folder were the current one, for this test alone."""
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in ("common", "collectives"):
+        if name not in before:
+            sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("value", "goal", "text"),
+    [
+        (5.0, {"least": 5}, "(wanted: at least 5; reached)"),
+        (4.9, {"least": 5}, "(wanted: at least 5; NOT reached)"),
+        (60.0, {"most": 60}, "(wanted: at most 60; reached)"),
+        (60.1, {"most": 60}, "(wanted: at most 60; NOT reached)"),
+    ],
+)
+def test_a_goal_is_told_with_whether_it_was_reached(load, value, goal, text):
+    assert load("common").wanted(value, **goal) == text
+
+
+@pytest.mark.parametrize("script", ["launch.py", "await_overhead.py"])
+def test_no_script_names_a_goal_without_that(script):
+    assert "(wanted:" not in (ROOT / "bench" / script).read_text()
+
+
+def test_what_was_not_measured_is_left_out(load):
+    module = load("collectives")
+    found = {"ranks": 2, "sizes": [], "geometric_mean_mpi": None, "time_per_byte_1MiB_over_256MiB": None}
+    assert not any("per byte" in line for line in module.lines_of(found))
+    lines = module.lines_of(found | {"time_per_byte_1MiB_over_256MiB": 0.5})
+    assert "time per byte, 1 MiB over 256 MiB: 0.50" in lines

@@ -1,0 +1,135 @@
+"""A rank's column is carried out as the table says, with ranks that are tasks of this process."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import parallel3d
+from parallel3d.executor import Executor
+from parallel3d.schedules.build import build
+from parallel3d.stage import Stage
+from process_groups.pipes import CallPipe, Idle
+from runtime.errors import DeadlineExceeded, InvalidCall
+from tests.pipelines import check_every_schedule, loss, make_executor, microbatch, run_step, stage_module
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+async def test_every_schedule_gives_what_one_process_does(size):
+    await parallel3d.in_process(partial(check_every_schedule, size), ranks=size)
+
+
+async def test_gradients_are_reduced_from_a_stages_last_backward_on():
+    done: dict[int, list[int]] = {0: [], 1: []}
+
+    async def main() -> None:
+        async with parallel3d.mesh(pp=2) as mesh:
+
+            async def reduce(stage: int) -> None:
+                assert all(each.grad is not None for each in executor.stages[stage].module.parameters())
+                done[mesh.rank].append(stage)
+
+            executor = make_executor(mesh, "interleaved", 4, reduce=reduce)
+            await run_step(executor)
+
+    await parallel3d.in_process(main, ranks=2)
+    assert done == {0: [2, 0], 1: [3, 1]}
+
+
+async def test_a_stage_that_never_sends_is_named():
+    is_named = asyncio.Event()
+
+    async def main() -> None:
+        async with parallel3d.mesh(pp=2, timeout=0.3) as mesh:
+            executor = make_executor(mesh, "1f1b", 2)
+            if mesh.rank == 0:
+                await is_named.wait()
+                return
+            with pytest.raises(DeadlineExceeded) as caught:
+                await run_step(executor)
+            assert str(caught.value) == (
+                "1RECV_F0 did not end within 0.3 s: rank 0 (dp=0 tp=0 pp=0) has not come to 0SEND_F0."
+            )
+            assert (caught.value.rank, caught.value.action) == (0, "1RECV_F0")
+            is_named.set()
+
+    await parallel3d.in_process(main, ranks=2)
+
+
+async def test_calls_that_cannot_be_right():
+    async def main() -> None:
+        async with parallel3d.mesh(pp=2) as mesh:
+            table = build("1f1b", 4, 8)
+            with pytest.raises(InvalidCall, match=r"^the table is for 4 ranks, but the mesh has pp = 2\.$"):
+                Executor(mesh, table, {}, loss)
+            table, me = build("1f1b", 2, 2), mesh.pp.rank
+            with pytest.raises(
+                InvalidCall, match=rf"^pipeline rank {me} has the stages \[{me}\], but modules for \[\] "
+            ):
+                Executor(mesh, table, {}, loss)
+            executor = make_executor(mesh, "1f1b", 2)
+            with pytest.raises(InvalidCall, match=r"^step: 1 inputs for 2 microbatches\.$"):
+                await executor.step([torch.ones(1)], [torch.ones(1)] * 2)
+
+    await parallel3d.in_process(main, ranks=2)
+
+
+async def test_weights_of_microbatches():
+    weights = [0.5, 0.125, 0.375]
+
+    async def main() -> float:
+        async with parallel3d.mesh(pp=2) as mesh:
+            executor = make_executor(mesh, "gpipe", 3)
+            inputs, targets = zip(*map(microbatch, range(3)), strict=True)
+            return (await executor.step(inputs, targets, weights)).loss
+
+    losses = await parallel3d.in_process(main, ranks=2)
+    model = [stage_module(index, 2) for index in range(2)]
+    parts = [loss(model[1](*model[0](tokens)), targets).item() for tokens, targets in map(microbatch, range(3))]
+    expected = sum(weight * part for weight, part in zip(weights, parts, strict=True))
+    assert losses == [pytest.approx(expected, abs=1e-12)] * 2
+
+
+def test_a_stage_gives_tensors():
+    class Wrong(nn.Module):
+        def forward(self, values):
+            return {"values": values}
+
+    stage = Stage(1, 3, Wrong())
+    with pytest.raises(InvalidCall, match=r"^stage 1 gives dict; a stage gives a tensor or a tuple of tensors\.$"):
+        stage.forward(0, [torch.ones(1)])
+
+
+@pytest.mark.parametrize("has_time", [True, False])
+async def test_weight_parts_are_worked_off_while_nothing_comes(monkeypatch, has_time):
+    """What a W finds to do is what there was no time for."""
+    found: list[list[int]] = [[], []]
+    receive = CallPipe.receive
+
+    def with_or_without_time(pipe: CallPipe, deadline: float, idle: Idle) -> list[torch.Tensor | None]:
+        while has_time and idle():
+            pass
+        return receive(pipe, deadline, lambda: False)
+
+    async def main() -> None:
+        async with parallel3d.mesh(pp=2) as mesh:
+            executor = make_executor(mesh, "zero-bubble", 4)
+            (stage,) = executor.stages.values()
+            whole = stage.weight_backward
+
+            def weight_backward(number: int) -> None:
+                found[mesh.rank].append(len(stage._kept[number].jobs))
+                whole(number)
+
+            monkeypatch.setattr(stage, "weight_backward", weight_backward)
+            await run_step(executor)
+
+    monkeypatch.setattr(CallPipe, "receive", with_or_without_time)
+    await parallel3d.in_process(main, ranks=2)
+    assert found[0] == [3, 3, 3, 3], "on rank 0 every W follows its I; three weights a microbatch"
+    # Rank 1 receives between I0 and W0, I1 and W1, I2 and W2, and then no more.
+    assert found[1] == ([0, 0, 0, 3] if has_time else [3, 3, 3, 3])

@@ -1,0 +1,105 @@
+"""Planned beside measured, with steps whose times are made up."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from parallel3d.measured import Late, Measured, Why, compare
+from parallel3d.schedules.actions import Action, Kind, parse_actions
+from parallel3d.schedules.build import build
+from parallel3d.simulation import Costs, simulate
+from runtime.errors import InvalidCall
+
+COSTS = Costs(2, forward=[0.01, 0.02], input_backward=[0.01, 0.02], weight_backward=[0.01, 0.02], transfer=0.001)
+TABLE = build("1f1b", 2, 4).with_communication()
+
+
+def action(text: str) -> Action:
+    return parse_actions(text)[0]
+
+
+def as_planned(slower: dict[str, float] | None = None) -> Measured:
+    """The step of a simulation in which some actions begin so much later, and all that follows on their rank too; a
+    receive is waited for from the end of what comes before it."""
+    planned = simulate(TABLE, COSTS)
+    times = []
+    for column, starts, ends in zip(TABLE.columns, planned.starts, planned.ends, strict=True):
+        shift, free, row = 0.0, 0.0, []
+        for each, start, end in zip(column, starts, ends, strict=True):
+            shift += (slower or {}).get(str(each), 0.0)
+            begin = free if each.kind in (Kind.RECV_F, Kind.RECV_B) else start + shift
+            row.append((100 + begin, 100 + end + shift))
+            free = end + shift
+        times.append(row)
+    return Measured.of(TABLE, times)
+
+
+def test_a_step_that_went_as_planned():
+    measured = as_planned()
+    planned = simulate(TABLE, COSTS)
+    assert measured.makespan == pytest.approx(planned.makespan)
+    assert measured.busy == pytest.approx(planned.busy)
+    assert measured.bubble_ratio == pytest.approx(planned.bubble_ratio)
+    assert measured.rank_bubble_ratios == pytest.approx(planned.rank_bubble_ratios)
+    found = compare(measured)
+    assert found.first_late is None
+    assert found.planned.makespan == pytest.approx(planned.makespan)
+
+
+def test_costs_are_what_actions_took():
+    costs = as_planned().costs()
+    assert costs.forward == pytest.approx([0.01, 0.02])
+    assert costs.input_backward == pytest.approx([0.02, 0.04]), "a backward that is not split"
+    assert costs.weight_backward == (0, 0)
+    assert costs.transfer == pytest.approx([0.001])
+
+
+@pytest.mark.parametrize(
+    ("slower", "late"),
+    [
+        ({"1RECV_F1": 0.005}, Late(1, action("1F1"), 0.005, Why.LATE_RECEIVE, action("1RECV_F1"))),
+        ({"0F1": 0.007}, Late(0, action("0F1"), 0.007, Why.HELD_UP, action("0F0"))),
+    ],
+)
+def test_what_came_late_first(slower, late):
+    found = compare(as_planned(slower), COSTS).first_late
+    assert found.seconds == pytest.approx(late.seconds)
+    assert replace(found, seconds=late.seconds) == late
+
+
+def test_a_slow_action_makes_the_next_one_late():
+    measured = as_planned()
+    starts, ends = ([list(column) for column in columns] for columns in (measured.starts, measured.ends))
+    at = TABLE.columns[1].index(action("1F0"))
+    ends[1][at] += 0.006
+    for i in range(at + 1, len(ends[1])):
+        starts[1][i] += 0.006
+        ends[1][i] += 0.006
+    slow = Measured(TABLE, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
+    found = compare(slow, COSTS)
+    assert (found.first_late.action, found.first_late.why) == (action("1B0"), Why.SLOW_COMPUTE)
+    assert found.first_late.because_of == action("1F0")
+    assert str(found.first_late) == "rank 1: 1B0 came 6.0 ms late: slow compute (1F0)"
+
+
+def test_what_is_shown():
+    text = str(compare(as_planned(), COSTS)).splitlines()
+    assert text[0] == "step 272.0 ms, planned 272.0 ms"
+    assert text[1] == "rank  bubble planned  measured"
+    assert text[2] == "   0          55.9 %    55.9 %"
+    assert text[-1] == "nothing came late"
+
+
+def test_files(tmp_path):
+    measured, path = as_planned(), tmp_path / "step.json"
+    path.write_text(json.dumps(measured.to_json()))
+    assert Measured.load(path) == measured
+    path.write_text(json.dumps({**measured.to_json(), "starts": [[0.0]]}))
+    with pytest.raises(InvalidCall, match=r"step\.json holds no measured step: a measured step has one start and one"):
+        Measured.load(path)
+    path.write_text("[]")
+    with pytest.raises(InvalidCall, match=r"step\.json holds no measured step"):
+        Measured.load(path)

@@ -1,0 +1,160 @@
+"""Messages through shared memory between two ranks of one process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from process_groups.arena import Arena, open_peer
+from process_groups.exchange import Exchange
+from process_groups.pipes import DTYPES, SharedPipe, describe, read_description
+from process_groups.shared_layout import MESSAGE_WORDS, NUM_MESSAGES, lay_out
+from process_groups.signals import Patience
+from runtime.errors import DeadlineExceeded, GroupClosed, InvalidCall, PeerLost
+from tests.processes import SECONDS
+
+Pipes = tuple[SharedPipe, SharedPipe]
+
+
+class Ends:
+    """Both ends of a pipe, and what is wrong with the peer."""
+
+    def __init__(self) -> None:
+        layout = lay_out([2])[0]
+        self.arenas = [Arena(layout.stop, 2) for _ in range(2)]
+        self.exchanges = []
+        for me in range(2):
+            mapped = [
+                each if rank == me else open_peer(each.address_for_peers) for rank, each in enumerate(self.arenas)
+            ]
+            self.exchanges.append(Exchange(mapped, me, layout))
+        self.trouble: PeerLost | None = None
+        self.one, self.other = (
+            SharedPipe(exchange, 1 - me, Patience(10, 10), lambda: self.trouble)
+            for me, exchange in enumerate(self.exchanges)
+        )
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    made = Ends()
+    yield made
+    for arena in made.arenas:
+        arena.close()
+
+
+def take(pipe: SharedPipe) -> list[torch.Tensor | None]:
+    return pipe.receive(time.monotonic() + SECONDS, lambda: False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 4, 5), (70_000,)])
+def test_any_shape_and_dtype(ends, shape, dtype):
+    values = torch.arange(max(1, torch.Size(shape).numel())).to(dtype)[: torch.Size(shape).numel()].view(shape)
+    ends.one.send([values, None, values])
+    found = take(ends.other)
+    assert found[1] is None
+    assert all(torch.equal(each, values) and each.dtype is dtype for each in (found[0], found[2]))
+
+
+def test_gradients_are_asked_for_where_the_sender_does(ends):
+    leaf = torch.ones(3, requires_grad=True)
+    ends.one.send([leaf * 2, leaf.detach(), torch.ones(2, dtype=torch.int64)])
+    assert [each.requires_grad for each in take(ends.other)] == [True, False, False]
+
+
+def test_a_view_is_sent_as_it_is_seen(ends):
+    values = torch.arange(12.0).view(3, 4).t()[1:]
+    ends.one.send([values])
+    assert torch.equal(take(ends.other)[0], values)
+
+
+def test_what_is_received_is_its_own(ends):
+    values = torch.ones(1000)
+    ends.one.send([values])
+    first = take(ends.other)[0]
+    ends.one.send([values.fill_(2.0)])
+    take(ends.other)
+    assert first.unique().tolist() == [1.0]
+
+
+def test_sends_never_wait(ends):
+    """More than there is room for are kept, in order, with their values."""
+    num = 3 * NUM_MESSAGES
+    values = torch.zeros(5)
+    for number in range(num):
+        ends.one.send([values.fill_(number)])
+    for number in range(num):
+        assert take(ends.other)[0].tolist() == [number] * 5
+        ends.one.send([])  # the next chance to show what there is room for now
+
+
+def test_all_is_on_its_way_after_a_flush(ends):
+    num = 2 * NUM_MESSAGES + 3
+    for number in range(num):
+        ends.one.send([torch.tensor([float(number)])])
+    found: list[float] = []
+    reader = threading.Thread(target=lambda: found.extend(take(ends.other)[0].item() for _ in range(num)), daemon=True)
+    reader.start()
+    ends.one.flush(time.monotonic() + SECONDS)
+    reader.join(SECONDS)
+    assert found == list(range(num))
+
+
+def test_memory_is_used_again(ends):
+    for _ in range(5 * NUM_MESSAGES):
+        ends.one.send([torch.ones(10_000)])
+        take(ends.other)
+    assert ends.arenas[0].num_bytes_used <= 4 * 65536
+
+
+def test_idle_time_is_used_until_something_comes(ends):
+    done = []
+
+    def idle() -> bool:
+        done.append(1)
+        if len(done) == 3:
+            ends.one.send([torch.ones(1)])
+        return len(done) < 10
+
+    assert ends.other.receive(time.monotonic() + SECONDS, idle)[0].tolist() == [1.0]
+    assert len(done) == 3, "a message that is there is taken at once"
+
+
+def test_a_deadline(ends):
+    with pytest.raises(DeadlineExceeded):
+        ends.other.receive(time.monotonic() + 0.02, lambda: False)
+
+
+def test_a_peer_that_is_gone(ends):
+    ends.trouble = PeerLost("rank 0 died", rank=0)
+    with pytest.raises(PeerLost) as caught:
+        take(ends.other)
+    assert caught.value is ends.trouble
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_group_that_is_given_up(ends, who):
+    ends.exchanges[who].give_up()
+    with pytest.raises(GroupClosed):
+        take(ends.other)
+
+
+def test_descriptions():
+    message = [torch.ones(2, 3), None, torch.ones(0, dtype=torch.int64)]
+    words = describe(message, [64, 0, 0])
+    found = read_description(words)
+    assert found[1] is None
+    assert [(each.dtype, each.shape, each.place) for each in found if each is not None] == [
+        (torch.float32, (2, 3), 64),
+        (torch.int64, (0,), 0),
+    ]
+    with pytest.raises(InvalidCall, match=r"^a stage passes 60 tensors on, which are too many; join some of them\.$"):
+        describe([torch.ones(1)] * 60, [0] * 60)
+    assert len(describe([torch.ones(1)] * 50, [0] * 50)) <= MESSAGE_WORDS
+    with pytest.raises(InvalidCall, match=r"^a stage can't pass torch\.float8_e5m2 on; convert it to one of float32, "):
+        describe([torch.ones(1).to(torch.float8_e5m2)], [0])
