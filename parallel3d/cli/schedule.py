@@ -1,0 +1,201 @@
+"""`parallel3d schedule`: what a pipeline schedule looks like, and what it costs. No torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from parallel3d.cli.costs import BackwardOption, CostOptions, ForwardOption, TransferOption, WeightBackwardOption
+from runtime.errors import InvalidCall
+
+if TYPE_CHECKING:
+    from parallel3d.schedules.table import Table
+    from parallel3d.simulation.outcome import Simulation
+
+EXIT_ERROR, EXIT_USAGE = 1, 2
+WIDTH_OF_NO_TERMINAL = 100
+_MOST_CELLS = 1_000_000
+"""Stages x microbatches. Nobody looks at more, and it would take all memory."""
+
+
+class Actions(StrEnum):
+    """Which are shown."""
+
+    COMPUTE = "compute"
+    ALL = "all"
+
+
+def schedule(
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help="gpipe, 1f1b, interleaved, round-robin, zero-bubble, zbv, dualpipe-v, or csv:PATH.",
+            show_default="1f1b",
+        ),
+    ] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline ranks.", show_default="the file's for csv:")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Of a step.", show_default="the file's for csv:")] = None,
+    virtual_stages: Annotated[
+        int | None, typer.Option(help="Stages a rank.", show_default="1; 2 for zbv and dualpipe-v")
+    ] = None,
+    forward: ForwardOption = "1",
+    backward: BackwardOption = "2",
+    weight_backward: WeightBackwardOption = None,
+    transfer: TransferOption = "0",
+    actions: Annotated[
+        Actions, typer.Option(help="all: also sends, receives and reductions, listed rank by rank.")
+    ] = Actions.COMPUTE,
+    compare: Annotated[bool, typer.Option("--compare", help="All schedules of this size in one table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as one JSON object.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Also draw it to this file, time to scale.")] = None,
+    png: Annotated[Path | None, typer.Option(help="The same as a PNG picture; needs matplotlib.")] = None,
+    html: Annotated[Path | None, typer.Option(help="The same as a page, with tables and the critical path.")] = None,
+) -> None:
+    """Draw a pipeline schedule: a row a rank, time to the right, then its makespan, its bubble and what it keeps.
+
+    2F0 is stage 2, forward, microbatch 0; B is a backward, I and W are its input part and its weight part.
+
+    Times are in any unit.
+    """
+    from parallel3d.simulation import simulate
+
+    costs = CostOptions(forward, backward, weight_backward, transfer)
+    files = {"--svg": svg, "--png": png, "--html": html}
+    try:
+        if compare:
+            others = {"--schedule": schedule, "--actions all": actions is Actions.ALL or None, **files}
+            for option, value in others.items():
+                if value is not None:
+                    raise InvalidCall(f"--compare shows all schedules as a table. Leave out {option} or --compare.")
+            _show_comparison(pp, microbatches, virtual_stages, costs, as_json)
+            return
+        for option, path in files.items():
+            if path is not None:
+                _check_file(option, path)
+        table = table_of(schedule or "1f1b", pp, microbatches, virtual_stages)
+        result = simulate(table, costs.of_stages(table.stages))
+    except InvalidCall as error:
+        print(f"parallel3d schedule: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_USAGE) from None
+    _write_pictures(result, files)
+    shown = table.with_communication() if actions is Actions.ALL else table
+    if as_json:
+        _show_json(shown, result)
+    else:
+        _show_text(shown, result, listed=actions is Actions.ALL)
+
+
+def table_of(schedule: str, pp: int | None, microbatches: int | None, virtual_stages: int | None) -> Table:
+    """Build's, with errors that name options; refuses what is far too large to look at."""
+    from parallel3d.schedules.build import build
+    from parallel3d.schedules.limits import is_csv
+
+    if not is_csv(schedule):
+        pp, microbatches = _given(pp, microbatches)
+        check_size(pp, virtual_stages, microbatches)
+    return build(schedule, pp, microbatches, virtual_stages)
+
+
+def check_size(pp: int, virtual_stages: int | None, microbatches: int) -> None:
+    cells = pp * (virtual_stages or 1) * microbatches
+    if cells > _MOST_CELLS:
+        raise InvalidCall(f"{cells} = stages x microbatches, which is more than {_MOST_CELLS}. Use fewer.")
+
+
+def _given(pp: int | None, microbatches: int | None) -> tuple[int, int]:
+    if pp is None:
+        raise InvalidCall("the number of pipeline ranks is missing. Give it, such as --pp 4.")
+    if microbatches is None:
+        raise InvalidCall("the number of microbatches is missing. Give it, such as --microbatches 8.")
+    return pp, microbatches
+
+
+def _check_file(option: str, path: Path) -> None:
+    """Refuses what could not be written in the end; leaves nothing there."""
+    if option == "--png":
+        from parallel3d.drawing.png import can_draw_png
+
+        if not can_draw_png():
+            raise InvalidCall(
+                "--png needs matplotlib, which is not installed. pip install 'parallel3d[plot]', or use --svg."
+            )
+    was_there = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise InvalidCall(f"{option} {path} can't be written: {error.strerror}. Name another file.") from None
+    if not was_there:
+        path.unlink()
+
+
+def _write_pictures(result: Simulation, files: dict[str, Path | None]) -> None:
+    if not any(files.values()):
+        return
+    from parallel3d.drawing import draw, lanes_of
+    from parallel3d.drawing.page import to_page
+    from parallel3d.drawing.png import write_png
+    from parallel3d.drawing.svg import to_svg
+    from parallel3d.drawing.words import facts, title
+
+    picture = draw(lanes_of(result), title=title(result.table), subtitle=facts(result))
+    for option, path in files.items():
+        if path is None:
+            continue
+        try:
+            if option == "--png":
+                write_png(picture, path)
+            else:
+                text = to_svg(picture) if option == "--svg" else to_page(result)
+                path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            print(f"parallel3d schedule: {option} {path}: {error.strerror}", file=sys.stderr)
+            raise typer.Exit(EXIT_ERROR) from None
+
+
+def _show_json(shown: Table, result: Simulation) -> None:
+    from parallel3d.cli.json_lines import dump
+
+    document = {
+        "schedule": shown.schedule,
+        "stages": shown.stages,
+        "microbatches": shown.microbatches,
+        "ranks": [list(map(str, column)) for column in shown.columns],
+        "bubble_ratio": result.bubble_ratio,
+        "peak_activations": list(result.peak_activations),
+    }
+    print(dump(document))
+
+
+def _show_text(shown: Table, result: Simulation, listed: bool) -> None:
+    from parallel3d.drawing.grid import columns, grid, painter, wants_colour
+    from parallel3d.drawing.lanes import lanes_of
+    from parallel3d.drawing.words import summary, title
+
+    width = shutil.get_terminal_size((WIDTH_OF_NO_TERMINAL, 24)).columns
+    paint = painter(os.environ) if wants_colour(sys.stdout, os.environ) else None
+    lines = columns(shown.columns, width) if listed else grid(lanes_of(result), width, paint)
+    print("\n".join((title(shown), "", *lines, "", summary(result))))
+
+
+def _show_comparison(
+    pp: int | None, microbatches: int | None, virtual_stages: int | None, costs: CostOptions, as_json: bool
+) -> None:
+    from parallel3d.cli.comparison import as_document, as_text
+    from parallel3d.cli.json_lines import dump
+    from parallel3d.simulation.comparison import compare
+
+    ranks, count = _given(pp, microbatches)
+    check_size(ranks, max(virtual_stages or 0, 2), count)
+    entries = compare(ranks, count, virtual_stages, costs.of_a_rank())
+    print(dump(as_document(ranks, count, entries)) if as_json else as_text(ranks, count, entries))
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("schedule")(schedule)

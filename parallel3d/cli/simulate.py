@@ -1,0 +1,143 @@
+"""`parallel3d simulate`: the pipeline of a run, proved free of deadlock and carried out on paper. No torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from parallel3d.cli.costs import BackwardOption, CostOptions, ForwardOption, TransferOption, WeightBackwardOption
+from parallel3d.cli.schedule import check_size
+from parallel3d.cli.validate import parse_settings
+from parallel3d.config import RunConfig, load_config
+from parallel3d.config.errors import ConfigProblems
+from runtime.errors import InvalidCall
+
+if TYPE_CHECKING:
+    from parallel3d.schedules.table import Table
+    from parallel3d.simulation.deadlock import Deadlock
+    from parallel3d.simulation.outcome import Simulation
+
+EXIT_USAGE, EXIT_BAD_CONFIG = 2, 3
+
+
+def simulate(
+    file: Annotated[Path, typer.Argument(help="The run's YAML file.", show_default=False)],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as parallel.pp=4. Repeatable."),
+    ] = None,
+    forward: ForwardOption = "1",
+    backward: BackwardOption = "2",
+    weight_backward: WeightBackwardOption = None,
+    transfer: TransferOption = "0",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result, or the errors, as JSON.")] = False,
+) -> None:
+    """Simulate a run's pipeline: no deadlock, how long a step takes, its bubble, what it keeps, its critical path.
+
+    Times are in any unit. A table that would wait for ever is drawn, and the exit code is 3.
+    """
+    from parallel3d.simulation import find_deadlock
+    from parallel3d.simulation import simulate as run
+
+    try:
+        config = load_config(file, overrides=parse_settings(settings or []))
+    except ConfigProblems as error:
+        if not as_json:
+            raise
+        print(json.dumps({"errors": [problem.to_json() for problem in error.problems]}, indent=2))
+        raise typer.Exit(EXIT_BAD_CONFIG) from None
+    table = _table(file, config, as_json)
+    # The plain table first: its drawing has only what the user wrote.
+    deadlock = find_deadlock(table) or find_deadlock(table.with_communication())
+    if deadlock is not None:
+        _refuse(file, config, str(deadlock), as_json, deadlock)
+    try:
+        costs = CostOptions(forward, backward, weight_backward, transfer).of_stages(table.stages)
+    except InvalidCall as error:
+        print(f"parallel3d simulate: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_USAGE) from None
+    result = run(table, costs)
+    print(_as_json(result) if as_json else _as_text(file, result))
+
+
+def _table(file: Path, config: RunConfig, as_json: bool) -> Table:
+    from parallel3d.schedules.build import build
+    from parallel3d.schedules.limits import is_csv
+
+    pipeline, pp = config.pipeline, config.parallel.pp
+    virtual_stages = None if is_csv(pipeline.schedule) else pipeline.virtual_stages
+    try:
+        check_size(pp, virtual_stages, pipeline.microbatches)
+        return build(pipeline.schedule, pp, pipeline.microbatches, virtual_stages)
+    except InvalidCall as error:
+        _refuse(file, config, str(error), as_json)
+
+
+def _refuse(file: Path, config: RunConfig, message: str, as_json: bool, deadlock: Deadlock | None = None) -> NoReturn:
+    text = f"pipeline.schedule = {config.pipeline.schedule}: {message}"
+    if as_json:
+        error = {"file": str(file), "path": "pipeline.schedule", "found": config.pipeline.schedule, "message": message}
+        print(json.dumps({"errors": [{**error, "deadlock": _cycle(deadlock)}]}, indent=2))
+    else:
+        print(f"{file}  {text}", file=sys.stderr)
+    raise typer.Exit(EXIT_BAD_CONFIG)
+
+
+def _cycle(deadlock: Deadlock | None) -> list[dict[str, Any]] | None:
+    if deadlock is None:
+        return None
+    return [
+        {"rank": at.rank, "action": str(at.action), "waits_for": str(needs.action), "of_rank": needs.rank}
+        for at, needs in deadlock.cycle
+    ]
+
+
+def _as_json(result: Simulation) -> str:
+    from parallel3d.cli.json_lines import dump
+
+    table = result.table
+    return dump(
+        {
+            "schedule": table.schedule,
+            "stages": table.stages,
+            "microbatches": table.microbatches,
+            "makespan": result.makespan,
+            "bubble_ratio": result.bubble_ratio,
+            "rank_bubble_ratios": list(result.rank_bubble_ratios),
+            "peak_activations": list(result.peak_activations),
+            "critical_path": [{**step._asdict(), "action": str(step.action)} for step in result.critical_path],
+        }
+    )
+
+
+def _as_text(file: Path, result: Simulation) -> str:
+    from parallel3d.drawing.words import count, number, percent, title
+    from parallel3d.schedules.actions import Kind
+    from parallel3d.simulation.outcome import Reason
+
+    steps = result.critical_path
+    kinds = Counter(step.action.kind for step in steps)
+    busy = ", ".join(f"{kinds[kind]} {kind}" for kind in Kind if kind in kinds)
+    moves = sum(step.reason is Reason.DATA for step in steps)
+    travel = sum(step.transfer for step in steps)
+    ranks = " ".join(f"{100 * ratio:.1f}" for ratio in result.rank_bubble_ratios)
+    peaks = " ".join(map(str, result.peak_activations))
+    return "\n".join(
+        (
+            f"{file}: {title(result.table)}: no deadlock",
+            f"makespan          {number(result.makespan)}",
+            f"bubble            {percent(result.bubble_ratio)}; by rank: {ranks}",
+            f"peak activations  by stage: {peaks}",
+            f"critical path     {busy}; {count(moves, 'change')} of rank, which take {number(travel)}",
+        )
+    )
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("simulate")(simulate)
