@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from parallel3d.weight_gradients import later
+from parallel3d.weight_gradients import is_split, later
 
 WIDTH, HEADS, VOCABULARY, LAYERS = 256, 4, 1024, 4
 
@@ -26,8 +26,6 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         stage, weight = ctx.stage, ctx.weight
-        with stage.timing(stage.backwards):
-            time.sleep(stage.backward_seconds / 2)
 
         def weight_part() -> None:
             with stage.timing(stage.backwards):
@@ -35,7 +33,14 @@ class _Sleep(torch.autograd.Function):
                 if weight.grad is None:
                     weight.grad = torch.zeros_like(weight)
 
-        later(weight_part)
+        with stage.timing(stage.backwards):
+            if is_split():
+                time.sleep(stage.backward_seconds / 2)
+                later(weight_part)
+            else:
+                time.sleep(stage.backward_seconds)
+                if weight.grad is None:
+                    weight.grad = torch.zeros_like(weight)
         return gradients[0], None, None
 
 
@@ -48,7 +53,7 @@ class Sleeping(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1))
         self.forwards: list[float] = []
         self.backwards: list[float] = []
-        """Half a backward each."""
+        """Whole ones, or their halves."""
 
     @contextmanager
     def timing(self, log: list[float]) -> Iterator[None]:
@@ -62,7 +67,7 @@ class Sleeping(nn.Module):
 
     def seconds(self) -> float:
         """Of a forward and a backward, on average since the last time."""
-        total = sum(self.forwards) / len(self.forwards) + 2 * sum(self.backwards) / len(self.backwards)
+        total = (sum(self.forwards) + sum(self.backwards)) / len(self.forwards)
         self.forwards.clear()
         self.backwards.clear()
         return total

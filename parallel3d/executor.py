@@ -229,8 +229,8 @@ class _Run:
     def _backward(self, action: Action) -> None:
         stage, microbatch = self._stages[action.stage], _microbatch(action)
         stage.backward(microbatch, self._gradients(stage, microbatch))
-        self._pass_gradients_on(stage, microbatch)
-        stage.let_go(microbatch)
+        if not self._pass_gradients_on(stage, microbatch):
+            stage.let_go(microbatch)
 
     def _input_backward(self, action: Action) -> None:
         stage, microbatch = self._stages[action.stage], _microbatch(action)
@@ -246,14 +246,14 @@ class _Run:
     def _gradients(self, stage: Stage, microbatch: int) -> list[torch.Tensor | None] | None:
         return None if stage.is_last else self._taken(Kind.RECV_B, stage.index, microbatch)
 
-    def _pass_gradients_on(self, stage: Stage, microbatch: int) -> None:
+    def _pass_gradients_on(self, stage: Stage, microbatch: int) -> bool:
+        """To the stage before, if that is here; True where they are to be sent."""
         if stage.is_first:
-            return
-        gradients = stage.input_gradients(microbatch)
+            return False
         if self._table.crosses_ranks(stage.index - 1):
-            self._here[Action(stage.index, Kind.SEND_B, microbatch)] = gradients
-        else:
-            self._here[Action(stage.index - 1, Kind.RECV_B, microbatch)] = gradients
+            return True
+        self._here[Action(stage.index - 1, Kind.RECV_B, microbatch)] = stage.input_gradients(microbatch)
+        return False
 
     def _taken(self, kind: Kind, stage: int, microbatch: int) -> list[torch.Tensor | None]:
         return self._here.pop(Action(stage, kind, microbatch))
@@ -265,7 +265,11 @@ class _Run:
         self._pipe_to(action).send(stage.outputs(_microbatch(action)))
 
     def _send_backward(self, action: Action) -> None:
-        self._pipe_to(action).send(self._here.pop(action))
+        """First the send, for which another stage waits; then what takes time here."""
+        stage, microbatch = self._stages[action.stage], _microbatch(action)
+        self._pipe_to(action).send(stage.input_gradients(microbatch))
+        if (stage, microbatch) not in self._unfinished:
+            stage.let_go(microbatch)
 
     def _pipe_to(self, send: Action) -> Pipe:
         return self._executor._pipes[self._table.rank_of_stage[receive_of(send).stage]]

@@ -35,6 +35,11 @@ def later(job: Job) -> None:
         queue.append(job)
 
 
+def is_split() -> bool:
+    """Whether the backward that is under way is split."""
+    return _collected.get() is not None
+
+
 @contextlib.contextmanager
 def collecting(queue: deque[Job]) -> Iterator[None]:
     """What is left for later in here goes into this queue."""
