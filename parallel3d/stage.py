@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +15,7 @@ from torch import nn
 from parallel3d.weight_gradients import Job, collecting, split_weight_gradients
 from runtime.errors import InvalidCall
 
+_SHORT = 0.25  # of a forward: a weight's part that may be done while a message is waited for
 Loss = Callable[[Any, Any], torch.Tensor]
 """Of the last stage's output and a microbatch's target: a scalar."""
 
@@ -24,6 +27,8 @@ class _Kept:
     inputs: Sequence[torch.Tensor]
     outputs: Sequence[torch.Tensor] = ()
     jobs: deque[Job] = field(default_factory=deque)
+    num_done: int = 0
+    """Of the jobs."""
 
 
 class Stage:
@@ -36,6 +41,9 @@ class Stage:
         self._kept: dict[int, _Kept] = {}
         self.peak_activations = 0
         """The most microbatches that were kept at a time since `begin`."""
+        self._forward_seconds = 0.0
+        self._job_seconds: dict[int, float] = {}
+        """What the n-th job of a microbatch took last time."""
         if splits_backward:
             split_weight_gradients(module)
 
@@ -48,7 +56,9 @@ class Stage:
         """The module's output."""
         kept = self._kept[microbatch] = _Kept([] if self.is_first else inputs)
         self.peak_activations = max(self.peak_activations, len(self._kept))
+        start = time.perf_counter()
         output = self.module(*inputs)
+        self._forward_seconds = time.perf_counter() - start
         kept.outputs = self.check(output)
         return output
 
@@ -82,17 +92,25 @@ class Stage:
 
     def weight_backward(self, microbatch: int) -> None:
         """What is left, and nothing is kept any more."""
-        while self.work_off_one(microbatch):
-            pass
+        kept = self._kept[microbatch]
+        while kept.jobs:
+            self._do_one(kept)
         del self._kept[microbatch]
 
     def work_off_one(self, microbatch: int) -> bool:
-        """One weight's part; False where none is left."""
-        kept = self._kept.get(microbatch)
-        if kept is None or not kept.jobs:
+        """One weight's part while there is nothing else to do; False where none is left, or the next one would take
+        long: what another stage waits for may come meanwhile."""
+        kept = self._kept[microbatch]
+        if not kept.jobs or self._job_seconds.get(kept.num_done, math.inf) > _SHORT * self._forward_seconds:
             return False
-        kept.jobs.popleft()()
+        self._do_one(kept)
         return True
+
+    def _do_one(self, kept: _Kept) -> None:
+        start = time.perf_counter()
+        kept.jobs.popleft()()
+        self._job_seconds[kept.num_done] = time.perf_counter() - start
+        kept.num_done += 1
 
     @staticmethod
     def _backward(kept: _Kept, gradients: Sequence[torch.Tensor | None] | None) -> None:

@@ -15,6 +15,9 @@ from parallel3d.cli.costs import BackwardOption, CostOptions, ForwardOption, Tra
 from runtime.errors import InvalidCall
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from parallel3d.drawing import Lane
     from parallel3d.schedules.table import Table
     from parallel3d.simulation.outcome import Simulation
 
@@ -56,6 +59,9 @@ def schedule(
     svg: Annotated[Path | None, typer.Option(help="Also draw it to this file, time to scale.")] = None,
     png: Annotated[Path | None, typer.Option(help="The same as a PNG picture; needs matplotlib.")] = None,
     html: Annotated[Path | None, typer.Option(help="The same as a page, with tables and the critical path.")] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="A step that was measured: planned beside it, in milliseconds.")
+    ] = None,
 ) -> None:
     """Draw a pipeline schedule: a row a rank, time to the right, then its makespan, its bubble and what it keeps.
 
@@ -68,8 +74,24 @@ def schedule(
     costs = CostOptions(forward, backward, weight_backward, transfer)
     files = {"--svg": svg, "--png": png, "--html": html}
     try:
+        if measured is not None:
+            given: dict[str, object] = {
+                "--schedule": schedule,
+                "--pp": pp,
+                "--microbatches": microbatches,
+                "--compare": compare or None,
+            }
+            for option, value in given.items():
+                if value is not None:
+                    raise InvalidCall(f"--measured has a schedule of its own. Leave out {option} or --measured.")
+            _show_measured(measured, files)
+            return
         if compare:
-            others = {"--schedule": schedule, "--actions all": actions is Actions.ALL or None, **files}
+            others: dict[str, object] = {
+                "--schedule": schedule,
+                "--actions all": actions is Actions.ALL or None,
+                **files,
+            }
             for option, value in others.items():
                 if value is not None:
                     raise InvalidCall(f"--compare shows all schedules as a table. Leave out {option} or --compare.")
@@ -134,7 +156,20 @@ def _check_file(option: str, path: Path) -> None:
         path.unlink()
 
 
-def _write_pictures(result: Simulation, files: dict[str, Path | None]) -> None:
+def _show_measured(path: Path, files: dict[str, Path | None]) -> None:
+    from parallel3d.drawing.lanes import lanes_of_measured
+    from parallel3d.measured import Measured, compare
+
+    for option, file in files.items():
+        if file is not None:
+            _check_file(option, file)
+    step = Measured.load(path)
+    drawn = step.in_milliseconds()
+    _write_pictures(compare(drawn).planned, files, lanes_of_measured(drawn))
+    print(compare(step))
+
+
+def _write_pictures(result: Simulation, files: dict[str, Path | None], measured: Sequence[Lane] | None = None) -> None:
     if not any(files.values()):
         return
     from parallel3d.drawing import draw, lanes_of
@@ -143,7 +178,7 @@ def _write_pictures(result: Simulation, files: dict[str, Path | None]) -> None:
     from parallel3d.drawing.svg import to_svg
     from parallel3d.drawing.words import facts, title
 
-    picture = draw(lanes_of(result), title=title(result.table), subtitle=facts(result))
+    picture = draw(lanes_of(result), measured, title=title(result.table), subtitle=facts(result))
     for option, path in files.items():
         if path is None:
             continue
@@ -151,7 +186,7 @@ def _write_pictures(result: Simulation, files: dict[str, Path | None]) -> None:
             if option == "--png":
                 write_png(picture, path)
             else:
-                text = to_svg(picture) if option == "--svg" else to_page(result)
+                text = to_svg(picture) if option == "--svg" else to_page(result, measured)
                 path.write_text(text, encoding="utf-8")
         except OSError as error:
             print(f"parallel3d schedule: {option} {path}: {error.strerror}", file=sys.stderr)

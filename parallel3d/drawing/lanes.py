@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from parallel3d.measured import Measured
 from parallel3d.schedules.actions import Action
 from parallel3d.simulation.outcome import Simulation
 
@@ -52,6 +53,16 @@ def lanes_of(simulation: Simulation) -> tuple[Lane, ...]:
         Lane(f"rank {rank}", tuple(map(Span, starts, ends, column)))
         for rank, (column, starts, ends) in enumerate(
             zip(simulation.table.columns, simulation.starts, simulation.ends, strict=True)
+        )
+    )
+
+
+def lanes_of_measured(measured: Measured) -> tuple[Lane, ...]:
+    """A lane a rank, with what was computed."""
+    return tuple(
+        Lane(f"rank {rank}", tuple(span for span in map(Span, starts, ends, column) if span.action.is_compute))
+        for rank, (column, starts, ends) in enumerate(
+            zip(measured.table.columns, measured.starts, measured.ends, strict=True)
         )
     )
 

@@ -126,10 +126,36 @@ async def test_weight_parts_are_worked_off_while_nothing_comes(monkeypatch, has_
                 whole(number)
 
             monkeypatch.setattr(stage, "weight_backward", weight_backward)
+            monkeypatch.setattr("parallel3d.stage._SHORT", 1e9)
+            await run_step(executor)
             await run_step(executor)
 
     monkeypatch.setattr(CallPipe, "receive", with_or_without_time)
     await parallel3d.in_process(main, ranks=2)
-    assert found[0] == [3, 3, 3, 3], "on rank 0 every W follows its I; three weights a microbatch"
-    # Rank 1 receives between I0 and W0, I1 and W1, I2 and W2, and then no more.
-    assert found[1] == ([0, 0, 0, 3] if has_time else [3, 3, 3, 3])
+    first, second = ([each[:4], each[4:]] for each in found)
+    assert first == [[3, 3, 3, 3]] * 2, "on rank 0 every W follows its I; three weights a microbatch"
+    # Rank 1 receives between I0 and W0, I1 and W1, I2 and W2, and then no more; at first it knows of no time.
+    assert second[0][0] == 3
+    assert second[1] == ([0, 0, 0, 3] if has_time else [3, 3, 3, 3])
+
+
+def test_what_takes_long_waits_for_its_turn():
+    class Slow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.weight = nn.Linear(2, 2), nn.Parameter(torch.ones(1))
+
+        def forward(self, values):
+            return self.linear(values)
+
+    stage = Stage(0, 1, Slow(), splits_backward=True)
+    for number in range(3):
+        stage.forward(number, [torch.ones(1, 2)])
+        stage.set_loss(number, stage._kept[number].outputs[0].sum())
+        stage.input_backward(number, None)
+        if number:
+            stage._forward_seconds, stage._job_seconds = 1.0, {0: 0.3 if number == 1 else 0.2}
+        assert stage.work_off_one(number) == (number == 2)
+        assert not stage.work_off_one(number)
+        stage.weight_backward(number)
+    assert stage.module.linear.weight.grad.tolist() == [[3.0, 3.0]] * 2

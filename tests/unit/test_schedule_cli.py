@@ -21,6 +21,7 @@ from parallel3d.drawing.grid import grid, painter
 from parallel3d.drawing.palette import shade
 from parallel3d.drawing.svg import to_svg
 from parallel3d.drawing.words import number, round_steps
+from parallel3d.measured import Measured
 from parallel3d.schedules.actions import Kind, parse_actions
 from parallel3d.schedules.build import build
 from parallel3d.simulation import Costs, simulate
@@ -748,3 +749,39 @@ def test_torch_is_not_needed(words, here):
         [sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def measured_step(path: Path) -> Path:
+    """As planned, in seconds."""
+    table = build("1f1b", 2, 3).with_communication()
+    planned = simulate(table, Costs(2, 0.01, 0.01, 0.01))
+    times = [list(zip(*each, strict=True)) for each in zip(planned.starts, planned.ends, strict=True)]
+    path.write_text(json.dumps(Measured.of(table, times).to_json()))
+    return path
+
+
+def test_a_measured_step_beneath_its_plan(schedule, here):
+    step = measured_step(here / "step.json")
+    text = schedule(f"--measured {step} --svg a.svg --html a.html")
+    assert text.splitlines()[0] == "step 120.0 ms, planned 120.0 ms"
+    assert text.splitlines()[-1] == "nothing came late"
+    root = ElementTree.parse(here / "a.svg").getroot()
+    texts = [each.text for each in root.iter(f"{SVG}text")]
+    assert [each for each in texts if each in ("planned", "measured")] == ["planned", "measured"]
+    assert texts.count("1F2") == 2, "once in the plan, once as it was"
+    assert ElementTree.parse(here / "a.html").getroot().tag == f"{HTML}html"
+
+
+@pytest.mark.parametrize("other", ["--pp 2", "--microbatches 3", "--schedule gpipe", "--compare"])
+def test_a_measured_step_has_its_own_schedule(parallel3d, here, other):
+    step = measured_step(here / "step.json")
+    code, stdout, stderr = parallel3d("schedule", "--measured", str(step), *other.split())
+    option = other.split()[0]
+    message = f"parallel3d schedule: --measured has a schedule of its own. Leave out {option} or --measured.\n"
+    assert (code, stdout, stderr) == (2, "", message)
+
+
+def test_a_file_that_holds_no_step(parallel3d, here):
+    (here / "a.json").write_text("{}")
+    code, _, stderr = parallel3d("schedule", "--measured", "a.json")
+    assert (code, stderr) == (2, "parallel3d schedule: a.json holds no measured step: 'ranks'\n")
