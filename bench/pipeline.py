@@ -4,8 +4,10 @@ python bench/pipeline.py [--json] [--quick]
 
 1. Stages that sleep: 1F1B and GPipe, as a share of the ideal (M+P-1)(F+B) with F and B as measured in the stages;
    zero-bubble beside our own 1F1B, with the backward split in halves.
-2. A small GPT on two ranks: our 1F1B, torch's on the same cut, and our zero-bubble; our step beside what the simulator
-   says with the costs that were measured in it.
+2. Every schedule with stages that sleep: what the simulator says with the costs that were measured in a step, beside
+   the step.
+3. A small GPT on two ranks: our 1F1B, torch's on the same cut, our zero-bubble, and our 1F1B with the cut that timing
+   the layers gave; ours also beside the simulator.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from torch.distributed import pipelining
 import parallel3d
 from parallel3d.executor import Executor
 from parallel3d.measured import compare
-from parallel3d.schedules.build import build
+from parallel3d.partition import partition
+from parallel3d.schedules.build import SCHEDULES, build
 from parallel3d.stage import Stage
 
 MS = 1e-3
@@ -58,6 +61,16 @@ class Bench:
         table = build(schedule, self.size, microbatches)
         stage = Stage(self.me, self.size, module, splits_backward=table.splits_backward)
         return Executor(self.mesh, table, {self.me: stage}, loss)
+
+    def ours_of(self, schedule: str, make: Callable[[int], nn.Module], microbatches: int, loss: Any) -> Executor:
+        """With as many stages a rank as the schedule needs; `make` is given their number."""
+        virtual = 2 if schedule in ("interleaved", "round-robin", "zbv", "dualpipe-v") else 1
+        table = build(schedule, self.size, microbatches, virtual)
+        stages = {
+            index: Stage(index, table.stages, make(virtual), splits_backward=table.splits_backward)
+            for index in table.stages_of_rank(self.me)
+        }
+        return Executor(self.mesh, table, stages, loss)
 
     def torchs(self, schedule: str, module: nn.Module, microbatches: int, loss: Any, data: Any) -> Callable[[], Any]:
         stage = pipelining.PipelineStage(module, self.me, self.size, torch.device("cpu"))
@@ -116,19 +129,50 @@ async def sleeping(bench: Bench, microbatches: int, forward: float, backward: fl
     }
 
 
+async def every_schedule(bench: Bench, microbatches: int, forward: float, backward: float, rounds: int) -> Any:
+    """Simulated over measured."""
+    data = [torch.ones(1, 8)] * microbatches, [torch.zeros(1, 8)] * microbatches
+    found: dict[str, float] = {}
+    for schedule in SCHEDULES:
+        executor = bench.ours_of(
+            schedule, lambda virtual: Sleeping(forward / virtual, backward / virtual), microbatches, squares
+        )
+        shares = []
+        for number in range(rounds + 1):
+            await bench.mesh.pp.barrier()
+            measured = await executor.measured(await executor.step(*data))
+            if number:
+                shares.append(compare(measured).planned.makespan / measured.makespan)
+        found[schedule] = median(shares)
+    return found
+
+
+async def profiled_cut(bench: Bench, sample: torch.Tensor) -> int:
+    """How many layers the first rank gets, as it finds out; the others wait meanwhile."""
+    number = torch.zeros(1, dtype=torch.int64)
+    if bench.me == 0:
+        model = nn.Sequential(*gpt_layers())
+        number[0] = partition(model, bench.size, "profile", sample=sample).layers_per_stage[0]
+    return int(await bench.mesh.pp.broadcast(number))
+
+
 async def gpt(bench: Bench, sequence: int, rounds: int) -> dict[str, Any]:
     batch, microbatches = 16, 8
     torch.manual_seed(1)
     inputs, targets = torch.randint(0, 1024, (2, batch, sequence))
     data = list(inputs.chunk(microbatches)), list(targets.chunk(microbatches))
 
-    def half() -> nn.Module:
+    def half(first: int = 3) -> nn.Module:
         layers = gpt_layers()
-        return nn.Sequential(*(layers[:3] if bench.me == 0 else layers[3:]))
+        return nn.Sequential(*(layers[:first] if bench.me == 0 else layers[first:]))
 
     modules = {name: half() for name in ("ours 1f1b", "torch 1f1b", "ours zero-bubble")}
+    cut = await profiled_cut(bench, data[0][0])
+    modules["ours 1f1b, profiled"] = half(cut)
     executors = {
-        name: bench.ours(name[5:], modules[name], microbatches, gpt_loss) for name in modules if "ours" in name
+        name: bench.ours(name.removesuffix(", profiled")[5:], modules[name], microbatches, gpt_loss)
+        for name in modules
+        if name != "torch 1f1b"
     }
     steps: dict[str, Callable[[], Any]] = {
         "torch 1f1b": bench.torchs("1f1b", modules["torch 1f1b"], microbatches, gpt_loss, data)
@@ -156,9 +200,11 @@ async def gpt(bench: Bench, sequence: int, rounds: int) -> dict[str, Any]:
     ratio = {
         "over_torch": [a / b for a, b in zip(seconds["torch 1f1b"], seconds["ours 1f1b"], strict=True)],
         "zero_bubble_gain": [a / b for a, b in zip(seconds["ours 1f1b"], seconds["ours zero-bubble"], strict=True)],
+        "profile_gain": [a / b for a, b in zip(seconds["ours 1f1b"], seconds["ours 1f1b, profiled"], strict=True)],
     }
     return {
         "sequence": sequence,
+        "profiled_layers": [cut, len(gpt_layers()) - cut],
         "seconds": {name: median(values) for name, values in seconds.items()},
         "simulated_share": {name: median(values) for name, values in simulated.items()},
         **{name: median(values) for name, values in ratio.items()},
@@ -184,12 +230,13 @@ async def measure() -> dict[str, Any]:
             found = await gpt(bench, int(sys.argv[4]), 5 if quick else 25)
         else:
             forward, backward = (float(each) * MS for each in sys.argv[5:7])
-            found = await sleeping(bench, int(sys.argv[4]), forward, backward, 1 if quick else 5)
+            run = sleeping if case == "sleep" else every_schedule
+            found = await run(bench, int(sys.argv[4]), forward, backward, 1 if quick else 5)
     dist.destroy_process_group()
     return found
 
 
-def lines_of(sleeps: list[dict[str, Any]], gpts: list[dict[str, Any]]) -> list[str]:
+def lines_of(sleeps: list[dict[str, Any]], every: dict[str, float], gpts: list[dict[str, Any]]) -> list[str]:
     lines = []
     for each in sleeps:
         lines.append(
@@ -201,11 +248,15 @@ def lines_of(sleeps: list[dict[str, Any]], gpts: list[dict[str, Any]]) -> list[s
             ideal = [f"{100 * row[key]:.1f} %" if name != "ours zero-bubble" else "" for key in ("share", "nominal")]
             lines.append(f"  {name:18} {row['seconds'] / MS:8.1f} {ideal[0]:>20} {ideal[1]:>20}")
         lines += [f"  our 1f1b over zero-bubble: {each['zero_bubble_gain']:.3f}", ""]
+    lines.append("stages that sleep 10 + 20 ms a rank, 4 ranks x 8 microbatches")
+    lines.append("  simulated from measured costs, over measured")
+    lines += [*(f"  {name:18} {share:8.3f}" for name, share in every.items()), ""]
     for each in gpts:
         lines.append(f"small GPT, 2 stages x 8 microbatches, sequence {each['sequence']}")
         lines += [f"  {name:18} {seconds / MS:8.1f} ms" for name, seconds in each["seconds"].items()]
         lines.append(f"  torch's 1f1b over ours: {each['over_torch']:.3f}")
         lines.append(f"  our 1f1b over zero-bubble: {each['zero_bubble_gain']:.3f}")
+        lines.append(f"  even cut over the profiled one, {each['profiled_layers']} layers: {each['profile_gain']:.3f}")
         shares = ", ".join(f"{name[5:]} {share:.3f}" for name, share in each["simulated_share"].items())
         lines += [f"  simulated from measured costs, over measured: {shares}", ""]
     return lines[:-1]
@@ -219,8 +270,10 @@ def main() -> None:
         launch_for_result(ranks, __file__, "rank", "sleep", words, str(number), str(forward), str(backward))
         for ranks, number, forward, backward in sizes
     ]
+    every: Any = launch_for_result(4, __file__, "rank", "every", words, "8", "10", "20")
     gpts: list[Any] = [launch_for_result(2, __file__, "rank", "gpt", words, str(length)) for length in (128, 8)]
-    show({"sleeping": sleeps, "gpt": gpts}, lines_of(sleeps, gpts), chosen.json)
+    result = {"sleeping": sleeps, "simulated_share": every, "gpt": gpts}
+    show(result, lines_of(sleeps, every, gpts), chosen.json)
 
 
 if __name__ == "__main__":
