@@ -115,11 +115,14 @@ class Measured:
             values = self._seconds.get((kind, stage), [])
             return sum(values) / len(values) if values else 0.0
 
-        whole = [mean(Kind.B, stage) for stage in stages]
+        def mean_input(stage: int) -> float:
+            """Where no backward of the stage is split, the whole of one."""
+            return mean(Kind.I if (Kind.I, stage) in self._seconds else Kind.B, stage)
+
         return Costs(
             self.table.stages,
             forward=[mean(Kind.F, stage) for stage in stages],
-            input_backward=[mean(Kind.I, stage) + whole[stage] for stage in stages],
+            input_backward=[mean_input(stage) for stage in stages],
             weight_backward=[mean(Kind.W, stage) for stage in stages],
             transfer=[self._transfer(Kind.RECV_F, stage + 1) for stage in stages[:-1]],
             backward_transfer=[self._transfer(Kind.RECV_B, stage) for stage in stages[:-1]],

@@ -9,7 +9,7 @@ import pytest
 
 from parallel3d.measured import Late, Measured, Why, compare
 from parallel3d.schedules.actions import Action, Kind, parse_actions
-from parallel3d.schedules.build import build
+from parallel3d.schedules.build import SCHEDULES, build
 from parallel3d.simulation import Costs, simulate
 from runtime.errors import InvalidCall
 
@@ -55,6 +55,16 @@ def test_costs_are_what_actions_took():
     assert costs.input_backward == pytest.approx([0.02, 0.04]), "a backward that is not split"
     assert costs.weight_backward == (0, 0)
     assert costs.transfer == pytest.approx([0.001])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_costs_lead_back_to_the_step(schedule):
+    """Also where a stage has whole backwards and split ones."""
+    table = build(schedule, 2, 4, 2 if schedule in ("interleaved", "round-robin", "zbv", "dualpipe-v") else None)
+    table = table.with_communication()
+    planned = simulate(table, Costs.uniform(table.stages, transfer=0.0))
+    times = [list(zip(*each, strict=True)) for each in zip(planned.starts, planned.ends, strict=True)]
+    assert compare(Measured.of(table, times)).planned.makespan == pytest.approx(planned.makespan)
 
 
 @pytest.mark.parametrize(
