@@ -19,6 +19,7 @@ from parallel3d.measured import Measured
 from parallel3d.rank_mesh import Mesh
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.table import Table
+from parallel3d.simulation import ScheduleDeadlock, find_deadlock
 from parallel3d.stage import Loss, Stage
 from process_groups.pipes import Pipe
 from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, InvalidCall, name_rank
@@ -71,6 +72,8 @@ class Executor:
         self.table = table.with_communication()
         if self.table.num_ranks != mesh.pp.size:
             raise InvalidCall(f"the table is for {self.table.num_ranks} ranks, but the mesh has pp = {mesh.pp.size}.")
+        if (deadlock := find_deadlock(self.table)) is not None:
+            raise ScheduleDeadlock(deadlock)
         me = mesh.pp.rank
         if set(stages) != set(self.table.stages_of_rank(me)):
             raise InvalidCall(

@@ -11,7 +11,10 @@ from torch import nn
 
 import parallel3d
 from parallel3d.executor import Executor
+from parallel3d.schedules.actions import Action, parse_actions
 from parallel3d.schedules.build import build
+from parallel3d.schedules.table import Table
+from parallel3d.simulation import ScheduleDeadlock
 from parallel3d.stage import Stage
 from process_groups.pipes import CallPipe, Idle
 from runtime.errors import DeadlineExceeded, InvalidCall
@@ -60,6 +63,10 @@ async def test_a_stage_that_never_sends_is_named():
     await parallel3d.in_process(main, ranks=2)
 
 
+def one(text: str) -> Action:
+    return parse_actions(text)[0]
+
+
 async def test_calls_that_cannot_be_right():
     async def main() -> None:
         async with parallel3d.mesh(pp=2) as mesh:
@@ -71,6 +78,9 @@ async def test_calls_that_cannot_be_right():
                 InvalidCall, match=rf"^pipeline rank {me} has the stages \[{me}\], but modules for \[\] "
             ):
                 Executor(mesh, table, {}, loss)
+            columns = tuple(tuple(map(one, column.split())) for column in ("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"))
+            with pytest.raises(ScheduleDeadlock, match="rank 0: 0RECV_B0 waits for 1SEND_B0"):
+                Executor(mesh, Table("mine", 2, 2, columns), {}, loss)
             executor = make_executor(mesh, "1f1b", 2)
             with pytest.raises(InvalidCall, match=r"^step: 1 inputs for 2 microbatches\.$"):
                 await executor.step([torch.ones(1)], [torch.ones(1)] * 2)
