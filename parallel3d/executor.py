@@ -22,8 +22,9 @@ from parallel3d.schedules.table import Table
 from parallel3d.simulation import ScheduleDeadlock, find_deadlock
 from parallel3d.stage import Loss, Stage
 from process_groups.pipes import Pipe
-from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, InvalidCall, name_rank
+from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, InvalidCall, PeerLost, name_rank
 
+_PAUSE = 0.001  # seconds between looks whether there is room for the last messages
 Reduce = Callable[[int], Awaitable[None]]
 """Reduces a stage's gradients over the replicas."""
 
@@ -108,21 +109,31 @@ class Executor:
         for name, given in (("inputs", inputs), ("targets", targets), ("weights", weights)):
             if len(given) != num:
                 raise InvalidCall(f"step: {len(given)} {name} for {num} microbatches.")
+        if self._group.has_failed:
+            raise GroupClosed("step: an earlier step failed, so messages of it may be on their way. Enter a new mesh.")
         self._reductions = []
-        run = _Run(self, inputs, targets, weights, time.monotonic() + self._group.timeout)
+        run = _Run(self, inputs, targets, weights)
         computing = asyncio.ensure_future(self._mesh.compute(run.column))
         try:
             await asyncio.shield(computing)
-        except asyncio.CancelledError:
-            self._group.abort(GroupClosed("the step was cancelled", rank=self._mesh.rank, coords=self._mesh.coords))
-            await asyncio.wait([computing])  # it ends soon, for its group is closed
+            for reduction in self._reductions:
+                await reduction
+            return Step(await self._share_loss(run.loss), tuple(run.timed), self._peaks())
+        except BaseException as error:
+            self._group.abort(error if isinstance(error, CommunicationError) else self._farewell(error))
+            for reduction in self._reductions:
+                reduction.cancel()
+            # The column ends soon, for its group is closed.
+            await asyncio.gather(computing, *self._reductions, return_exceptions=True)
             raise
-        except CommunicationError as error:
-            self._group.abort(error)
-            raise
-        for reduction in self._reductions:
-            await reduction
-        return Step(await self._share_loss(run.loss), tuple(run.timed), self._peaks())
+
+    def _farewell(self, error: BaseException) -> CommunicationError:
+        """What the others are told: messages of this step would be taken for the next one's."""
+        rank, coords = self._mesh.rank, self._mesh.coords
+        if isinstance(error, asyncio.CancelledError):
+            return GroupClosed(f"{name_rank(rank, coords)} cancelled the step", rank=rank, coords=coords)
+        how = f"{type(error).__name__}: {error}"
+        return PeerLost(f"{name_rank(rank, coords)} failed in the step with {how}", rank=rank, coords=coords)
 
     async def measured(self, step: Step) -> Measured:
         """A step's times on all ranks; every rank of the pipeline has to ask."""
@@ -168,11 +179,9 @@ class _Run:
         inputs: Sequence[Any],
         targets: Sequence[Any],
         weights: Sequence[float],
-        deadline: float,
     ) -> None:
         self._executor, self._stages, self._table = executor, executor.stages, executor.table
         self._inputs, self._targets, self._weights = inputs, targets, weights
-        self._deadline = deadline
         self._incoming = {rank: deque(receives) for rank, receives in executor._incoming.items()}
         self._here: dict[Action, list[torch.Tensor | None]] = {}
         """What has come, by the receive that waits for it."""
@@ -204,8 +213,19 @@ class _Run:
             else:
                 do[action.kind](action)
             self.timed.append(Timed(action, start, time.perf_counter()))
-        for pipe in self._executor._pipes.values():
-            pipe.flush(self._deadline)
+        self._push_all()
+
+    def _push_all(self) -> None:
+        """Until everything is on its way. A peer that does not take its messages fails by itself, or is gone."""
+        pipes, deadline = self._executor._pipes.values(), self._deadline()
+        while not min([pipe.push() for pipe in pipes], default=True):  # each has its turn
+            if self._executor._group.has_failed or time.monotonic() > deadline:
+                raise DeadlineExceeded("the last messages of the step were not taken in time", action="step")
+            time.sleep(_PAUSE)
+
+    def _deadline(self) -> float:
+        """Of a wait that begins now."""
+        return time.monotonic() + self._executor._group.timeout
 
     @property
     def loss(self) -> float:
@@ -284,13 +304,15 @@ class _Run:
         pipe, incoming = self._executor._pipes[rank], self._incoming[rank]
         while action not in self._here:
             try:
-                self._here[incoming[0]] = pipe.receive(self._deadline, self._work_off_one)
+                self._here[incoming[0]] = pipe.receive(self._deadline(), self._meanwhile)
             except DeadlineExceeded as late:
                 raise self._too_late(action, neighbour, rank) from late
             incoming.popleft()
 
-    def _work_off_one(self) -> bool:
-        """While nothing has come: a bit of what waits for its turn."""
+    def _meanwhile(self) -> bool:
+        """While nothing has come: send on what found no room, and a bit of what waits for its turn."""
+        for pipe in self._executor._pipes.values():
+            pipe.push()
         return any(stage.work_off_one(microbatch) for stage, microbatch in self._unfinished)
 
     def _too_late(self, action: Action, neighbour: int, rank: int) -> DeadlineExceeded:

@@ -25,6 +25,7 @@ class _Kept:
     """What a microbatch keeps: `inputs` and `outputs` until its backward, `jobs` until its weight part."""
 
     inputs: Sequence[torch.Tensor]
+    """Those that need a gradient."""
     outputs: Sequence[torch.Tensor] = ()
     jobs: deque[Job] = field(default_factory=deque)
     num_done: int = 0
@@ -54,7 +55,8 @@ class Stage:
 
     def forward(self, microbatch: int, inputs: Sequence[torch.Tensor]) -> Any:
         """The module's output."""
-        kept = self._kept[microbatch] = _Kept([] if self.is_first else inputs)
+        needing = [] if self.is_first else [each for each in inputs if each.requires_grad]
+        kept = self._kept[microbatch] = _Kept(needing)
         self.peak_activations = max(self.peak_activations, len(self._kept))
         start = time.perf_counter()
         output = self.module(*inputs)
@@ -108,7 +110,8 @@ class Stage:
 
     def _do_one(self, kept: _Kept) -> None:
         start = time.perf_counter()
-        kept.jobs.popleft()()
+        with torch.no_grad():  # a gradient that knew how it was made would keep all of that alive
+            kept.jobs.popleft()()
         self._job_seconds[kept.num_done] = time.perf_counter() - start
         kept.num_done += 1
 
@@ -126,7 +129,7 @@ class Stage:
 
     def input_gradients(self, microbatch: int) -> list[torch.Tensor | None]:
         """Of the inputs that need one; None for one that was not used."""
-        return [each.grad for each in self._kept[microbatch].inputs if each.requires_grad]
+        return [each.grad for each in self._kept[microbatch].inputs]
 
     def let_go(self, microbatch: int) -> None:
         """After a whole backward nothing is needed any more."""

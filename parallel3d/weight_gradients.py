@@ -124,14 +124,19 @@ def _embedding(module: nn.Embedding, indices: torch.Tensor) -> torch.Tensor:
 
 
 def _can_wait(*parameters: torch.Tensor | None) -> bool:
-    """Whether gradients can be added to these by hand: each is a leaf, and autocast does not change their type."""
+    """Whether gradients can be added to these by hand: each is a leaf, nobody has asked to be told of its gradient, and
+    autocast does not change its type."""
     return (
         torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
         and not torch.is_autocast_enabled("cuda")
         and any(each is not None and each.requires_grad for each in parameters)
-        and all(each is None or each.is_leaf for each in parameters)
+        and all(each is None or (each.is_leaf and not _has_hooks(each)) for each in parameters)
     )
+
+
+def _has_hooks(parameter: torch.Tensor) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def split_weight_gradients(module: nn.Module) -> None:

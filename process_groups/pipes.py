@@ -32,6 +32,7 @@ DTYPES = (
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _ABSENT = -1
 _LOOK = 0.05  # seconds between looks whether the peer is still there
+_LONG = 1e8  # seconds: calls are made long before anybody waits for them, and who waits has a deadline
 _MOST_KINDS = 64  # of messages whose memory is kept
 _MOST_HEADERS = 1024  # whose meaning is kept
 
@@ -54,8 +55,8 @@ class Pipe(Protocol):
     def receive(self, deadline: float, idle: Idle) -> list[torch.Tensor | None]:
         """The next message, in memory of its own; `deadline` is a moment of time.monotonic."""
 
-    def flush(self, deadline: float) -> None:
-        """Wait until everything is on its way."""
+    def push(self) -> bool:
+        """Send on what found no room before, as far as there is some now; whether everything is on its way."""
 
 
 Signature = tuple[tuple[torch.dtype, torch.Size, bool] | None, ...]
@@ -167,7 +168,7 @@ class SharedPipe:
         prepared = free.pop() if free else self._prepare(signature)
         prepared.fill(message)
         self._pending.append(prepared)
-        self._show()
+        self.push()
 
     def _prepare(self, signature: Signature) -> _Prepared:
         """Memory that the peer has done with, or else new."""
@@ -179,8 +180,7 @@ class SharedPipe:
         free = self._free.get(signature)
         return free.pop() if free else _Prepared(self._exchange, signature)
 
-    def _show(self) -> bool:
-        """Show what waits, as far as there is room; whether none waits any more."""
+    def push(self) -> bool:
         while self._pending and self._taken_by_peer.value > self._num_sent - NUM_MESSAGES:
             prepared = self._pending.popleft()
             self._headers[self._num_sent % NUM_MESSAGES][: len(prepared.header)] = prepared.header
@@ -195,7 +195,8 @@ class SharedPipe:
             None if each is None else each[0].clone().requires_grad_(each[1])
             for each in self._sources(self._headers_of_peer[self._num_received % NUM_MESSAGES])
         ]
-        self._exchange.check()  # what a rank that gave up has in its memory may be anything
+        if self._exchange.is_abandoned():  # what a rank that gave up has in its memory may be anything
+            raise self._given_up()
         is_full = self._piped_by_peer.value - self._num_received >= NUM_MESSAGES - 1
         self._num_received += 1
         if is_full:
@@ -221,20 +222,10 @@ class SharedPipe:
         number = self._num_received + 1
         return self._piped_by_peer.reaches(number, end, self._patience, self._exchange.is_abandoned)
 
-    def flush(self, deadline: float) -> None:
-        def all_shown(end: float) -> bool:
-            room = self._num_sent - NUM_MESSAGES + 1
-            return self._show() or (
-                self._taken_by_peer.reaches(room, end, self._patience, self._exchange.is_abandoned) and self._show()
-            )
-
-        self._wait(all_shown, deadline, lambda: False)
-
     def _wait(self, is_over: Callable[[float], bool], deadline: float, idle: Idle) -> None:
         """Until `is_over`, which may itself wait until the moment it is given; meanwhile do what is to be done."""
         try:
             while not is_over(0.0):
-                self._show()
                 if idle():
                     continue
                 if is_over(min(deadline, time.monotonic() + _LOOK)):
@@ -244,7 +235,10 @@ class SharedPipe:
                 if time.monotonic() >= deadline:
                     raise DeadlineExceeded("nothing came in time")
         except Abandoned:
-            raise self._trouble() or GroupClosed("the group was given up") from None
+            raise self._given_up() from None
+
+    def _given_up(self) -> CommunicationError:
+        return self._trouble() or GroupClosed("the group was given up")
 
 
 def _header(arena: Mapping, start: int) -> memoryview:
@@ -271,10 +265,13 @@ class CallPipe:
                 self._received.put(await self._receive_one())
         except CommunicationError as error:
             self._received.put(error)
+        except BaseException as error:  # whoever waits shall know
+            self._received.put(CommunicationError(f"{type(error).__name__}: {error}"))
+            raise
 
     async def _receive_one(self) -> list[torch.Tensor | None]:
         group, header = self._group, torch.empty(MESSAGE_WORDS, dtype=torch.int64, device=self._group.device)
-        await group.recv(header, self._peer)
+        await group.recv(header, self._peer, timeout=_LONG)
         message: list[torch.Tensor | None] = []
         for each in read_description(header.tolist())[0]:
             if each is None:
@@ -282,7 +279,7 @@ class CallPipe:
                 continue
             dtype, shape, requires_grad = each
             made = torch.empty(shape, dtype=dtype, device=group.device)
-            await group.recv(made, self._peer)
+            await group.recv(made, self._peer, timeout=_LONG)
             message.append(made.requires_grad_(requires_grad))
         return message
 
@@ -296,7 +293,7 @@ class CallPipe:
     def _issue(self, tensors: Sequence[torch.Tensor]) -> None:
         try:
             for tensor in tensors:
-                self._group.send(tensor, self._peer)  # the group holds it until it has ended
+                self._group.send(tensor, self._peer, timeout=_LONG)  # the group holds it until it has ended
         except CommunicationError as error:  # the group is closed: whoever receives shall know
             self._received.put(error)
 
@@ -311,5 +308,5 @@ class CallPipe:
             raise found
         return found
 
-    def flush(self, deadline: float) -> None:
-        """Whatever was issued arrives before the group is left."""
+    def push(self) -> bool:
+        return True  # whatever was issued arrives before the group is left

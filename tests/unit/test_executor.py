@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import partial
 
 import pytest
@@ -17,7 +18,7 @@ from parallel3d.schedules.table import Table
 from parallel3d.simulation import ScheduleDeadlock
 from parallel3d.stage import Stage
 from process_groups.pipes import CallPipe, Idle
-from runtime.errors import DeadlineExceeded, InvalidCall
+from runtime.errors import DeadlineExceeded, GroupClosed, InvalidCall, PeerLost
 from tests.pipelines import check_every_schedule, loss, make_executor, microbatch, run_step, stage_module
 
 
@@ -169,3 +170,48 @@ def test_what_takes_long_waits_for_its_turn():
         assert not stage.work_off_one(number)
         stage.weight_backward(number)
     assert stage.module.linear.weight.grad.tolist() == [[3.0, 3.0]] * 2
+
+
+async def test_a_stage_that_fails_is_named_to_the_others():
+    async def main() -> str:
+        async with parallel3d.mesh(pp=2) as mesh:
+            executor = make_executor(mesh, "1f1b", 4)
+            if mesh.rank == 1:
+                (stage,) = executor.stages.values()
+                stage.module.forward = lambda *_: 1 / 0
+            with pytest.raises(ZeroDivisionError if mesh.rank else PeerLost) as caught:
+                await run_step(executor)
+            with pytest.raises(GroupClosed, match=r"^step: an earlier step failed"):
+                await run_step(executor)
+            return str(caught.value)
+
+    told = await parallel3d.in_process(main, ranks=2)
+    assert told[0] == "rank 1 (dp=0 tp=0 pp=1) failed in the step with ZeroDivisionError: division by zero"
+
+
+async def test_a_deadline_is_one_waits_not_the_steps():
+    async def main() -> float:
+        async with parallel3d.mesh(pp=2, timeout=0.5) as mesh:
+            executor = make_executor(mesh, "gpipe", 6)
+            (stage,) = executor.stages.values()
+            forward = stage.module.forward
+
+            def slow(*values):
+                time.sleep(0.15)
+                return forward(*values)
+
+            stage.module.forward = slow
+            return (await run_step(executor)).loss
+
+    assert len(await parallel3d.in_process(main, ranks=2)) == 2
+
+
+async def test_gradients_do_not_know_how_they_were_made():
+    async def main() -> None:
+        async with parallel3d.mesh(pp=2) as mesh:
+            executor = make_executor(mesh, "zero-bubble", 4)
+            await run_step(executor)
+            for stage in executor.stages.values():
+                assert not any(each.grad.requires_grad for each in stage.module.parameters())
+
+    await parallel3d.in_process(main, ranks=2)

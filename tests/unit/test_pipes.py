@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 
@@ -93,16 +92,23 @@ def test_sends_never_wait(ends):
         ends.one.send([])  # the next chance to show what there is room for now
 
 
-def test_all_is_on_its_way_after_a_flush(ends):
+def test_what_found_no_room_is_pushed_on(ends):
     num = 2 * NUM_MESSAGES + 3
     for number in range(num):
         ends.one.send([torch.tensor([float(number)])])
-    found: list[float] = []
-    reader = threading.Thread(target=lambda: found.extend(take(ends.other)[0].item() for _ in range(num)), daemon=True)
-    reader.start()
-    ends.one.flush(time.monotonic() + SECONDS)
-    reader.join(SECONDS)
-    assert found == list(range(num))
+    assert not ends.one.push()
+    assert [take(ends.other)[0].item() for _ in range(NUM_MESSAGES)] == list(range(NUM_MESSAGES))
+    assert not ends.one.push()
+    assert [take(ends.other)[0].item() for _ in range(NUM_MESSAGES)] == list(range(NUM_MESSAGES, 2 * NUM_MESSAGES))
+    assert ends.one.push()
+    assert [take(ends.other)[0].item() for _ in range(3)] == list(range(2 * NUM_MESSAGES, num))
+
+
+def test_a_peer_that_gave_up_is_not_read(ends):
+    ends.one.send([torch.ones(1)])
+    ends.exchanges[0].give_up()
+    with pytest.raises(GroupClosed):
+        take(ends.other)
 
 
 def test_memory_is_used_again(ends):

@@ -116,13 +116,15 @@ class Doubled(nn.Linear):
         return super().forward(values) * 2
 
 
-@pytest.mark.parametrize("mode", ["derived", "no gradient", "not a leaf", "autocast", "sparse"])
+@pytest.mark.parametrize("mode", ["derived", "no gradient", "not a leaf", "autocast", "sparse", "hook"])
 def test_what_cannot_wait_is_finished_at_once(mode):
     module = (
         nn.Embedding(5, 3, sparse=True) if mode == "sparse" else (Doubled if mode == "derived" else nn.Linear)(3, 3)
     )
     if mode == "not a leaf":
         nn.utils.parametrizations.weight_norm(module)
+    if mode == "hook":
+        module.weight.register_post_accumulate_grad_hook(lambda _: None)
     split_weight_gradients(module)
     queue = deque()
     values = torch.tensor([1, 2]) if mode == "sparse" else torch.ones(2, 3)
