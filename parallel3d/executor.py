@@ -81,6 +81,8 @@ class Executor:
                 f"pipeline rank {me} has the stages {list(self.table.stages_of_rank(me))}, but modules for "
                 f"{sorted(stages)} are given."
             )
+        if reduce is not None:
+            _check_not_shared(stages)
         self.stages, self._column = dict(stages), self.table.columns[me]
         self._incoming = {
             rank: [receive_of(each) for each in column if self._is_send_to(each, me)]
@@ -136,7 +138,11 @@ class Executor:
         return PeerLost(f"{name_rank(rank, coords)} failed in the step with {how}", rank=rank, coords=coords)
 
     async def measured(self, step: Step) -> Measured:
-        """A step's times on all ranks; every rank of the pipeline has to ask."""
+        """A step's times on all ranks, which have to be on one host: clocks differ from host to host. Every rank of the
+        pipeline has to ask."""
+        hosts = {self._mesh.hosts[rank] for rank in self._group.ranks}
+        if len(hosts) > 1:
+            raise InvalidCall(f"measured: the pipeline's ranks are on {len(hosts)} hosts, whose clocks differ.")
         most = max(map(len, self.table.columns))
         mine = torch.zeros(1, most, 2, dtype=torch.float64, device=self._group.device)
         mine[0, : len(step.timed)] = torch.tensor([[each.start, each.end] for each in step.timed], dtype=torch.float64)
@@ -326,6 +332,19 @@ class _Run:
             coords=coords,
             action=str(action),
         )
+
+
+def _check_not_shared(stages: Mapping[int, Stage]) -> None:
+    """Each stage's gradients are reduced once, after its own last backward."""
+    owners: dict[int, int] = {}
+    for index, stage in stages.items():
+        for name, parameter in stage.module.named_parameters():
+            other = owners.setdefault(id(parameter), index)
+            if other != index:
+                raise InvalidCall(
+                    f"stages {other} and {index} share the parameter {name}, which would be reduced before both are "
+                    "done. Use a schedule with one stage a rank, or reduce after the step."
+                )
 
 
 def _microbatch(action: Action) -> int:

@@ -215,3 +215,20 @@ async def test_gradients_do_not_know_how_they_were_made():
                 assert not any(each.grad.requires_grad for each in stage.module.parameters())
 
     await parallel3d.in_process(main, ranks=2)
+
+
+async def test_a_parameter_of_two_stages_is_not_reduced_by_each():
+    async def reduce(stage: int) -> None:
+        raise AssertionError("never")
+
+    async def main() -> None:
+        async with parallel3d.mesh(pp=1) as mesh:
+            modules = [stage_module(index, 2) for index in range(2)]
+            modules[1][0].up = modules[0][1].up
+            stages = {index: Stage(index, 2, module) for index, module in enumerate(modules)}
+            table = build("interleaved", 1, 2, 2)
+            Executor(mesh, table, stages, loss)
+            with pytest.raises(InvalidCall, match=r"^stages 0 and 1 share the parameter 0\.up\.weight, which would be"):
+                Executor(mesh, table, stages, loss, reduce=reduce)
+
+    await parallel3d.in_process(main, ranks=1)
