@@ -17,7 +17,7 @@ import torch
 
 from parallel3d.measured import Measured
 from parallel3d.rank_mesh import Mesh
-from parallel3d.schedules.actions import Action, Kind
+from parallel3d.schedules.actions import Action, Kind, receive_of, send_of
 from parallel3d.schedules.table import Table
 from parallel3d.simulation import ScheduleDeadlock, find_deadlock
 from parallel3d.stage import Loss, Stage
@@ -49,14 +49,6 @@ class Step:
     """Of each stage of this rank: the most microbatches that were kept at a time."""
 
 
-_OPPOSITE = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
-
-
-def receive_of(send: Action) -> Action:
-    """The receive in which a send ends."""
-    return Action(send.stage + (1 if send.kind is Kind.SEND_F else -1), _OPPOSITE[send.kind], send.microbatch)
-
-
 class Executor:
     """One rank's part of a pipeline. Make it on the event loop, once a mesh."""
 
@@ -85,21 +77,18 @@ class Executor:
             _check_not_shared(stages)
         self.stages, self._column = dict(stages), self.table.columns[me]
         self._incoming = {
-            rank: [receive_of(each) for each in column if self._is_send_to(each, me)]
-            for rank, column in enumerate(self.table.columns)
-            if rank != me
+            rank: self._received_from(column, me) for rank, column in enumerate(self.table.columns) if rank != me
         }
         """From each peer, what its messages are, in order."""
-        peers = [rank for rank in self._incoming if self._incoming[rank] or self._sends_to(rank)]
+        peers = [rank for rank in self._incoming if self._incoming[rank] or self._received_from(self._column, rank)]
         self._pipes: dict[int, Pipe] = {rank: mesh.pp.pipe(rank) for rank in peers}
         self._loop = asyncio.get_running_loop()
         self._reductions: list[asyncio.Task[None]] = []
 
-    def _is_send_to(self, action: Action, rank: int) -> bool:
-        return action.kind in _OPPOSITE and self.table.rank_of_stage[receive_of(action).stage] == rank
-
-    def _sends_to(self, rank: int) -> bool:
-        return any(self._is_send_to(action, rank) for action in self._column)
+    def _received_from(self, column: Sequence[Action], rank: int) -> list[Action]:
+        """The receives in which a column's sends to a rank end, in order."""
+        receives = (receive for action in column if (receive := receive_of(action)) is not None)
+        return [receive for receive in receives if self.table.rank_of_stage[receive.stage] == rank]
 
     async def step(self, inputs: Sequence[Any], targets: Sequence[Any], weights: Sequence[float] | None = None) -> Step:
         """Forward and backward of all microbatches; gradients are added to the parameters' `.grad`.
@@ -222,10 +211,10 @@ class _Run:
         self._push_all()
 
     def _push_all(self) -> None:
-        """Until everything is on its way. A peer that does not take its messages fails by itself, or is gone."""
+        """Until everything is on its way."""
         pipes, deadline = self._executor._pipes.values(), self._deadline()
         while not min([pipe.push() for pipe in pipes], default=True):  # each has its turn
-            if self._executor._group.has_failed or time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 raise DeadlineExceeded("the last messages of the step were not taken in time", action="step")
             time.sleep(_PAUSE)
 
@@ -301,18 +290,21 @@ class _Run:
             stage.let_go(microbatch)
 
     def _pipe_to(self, send: Action) -> Pipe:
-        return self._executor._pipes[self._table.rank_of_stage[receive_of(send).stage]]
+        receive = receive_of(send)
+        assert receive is not None
+        return self._executor._pipes[self._table.rank_of_stage[receive.stage]]
 
     def _receive(self, action: Action) -> None:
         """Messages of a peer come in its order; those that are for later are put aside."""
-        neighbour = action.stage + (-1 if action.kind is Kind.RECV_F else 1)
-        rank = self._table.rank_of_stage[neighbour]
+        send = send_of(action)
+        assert send is not None
+        rank = self._table.rank_of_stage[send.stage]
         pipe, incoming = self._executor._pipes[rank], self._incoming[rank]
         while action not in self._here:
             try:
                 self._here[incoming[0]] = pipe.receive(self._deadline(), self._meanwhile)
             except DeadlineExceeded as late:
-                raise self._too_late(action, neighbour, rank) from late
+                raise self._too_late(action, send, rank) from late
             incoming.popleft()
 
     def _meanwhile(self) -> bool:
@@ -321,13 +313,12 @@ class _Run:
             pipe.push()
         return any(stage.work_off_one(microbatch) for stage, microbatch in self._unfinished)
 
-    def _too_late(self, action: Action, neighbour: int, rank: int) -> DeadlineExceeded:
+    def _too_late(self, action: Action, send: Action, rank: int) -> DeadlineExceeded:
         group = self._executor._group
         world_rank = group.ranks[rank]
         coords = self._executor._mesh.topology.coords(world_rank)
-        sent = Action(neighbour, Kind.SEND_F if action.kind is Kind.RECV_F else Kind.SEND_B, action.microbatch)
         return DeadlineExceeded(
-            f"{action} did not end within {group.timeout:g} s: {name_rank(world_rank, coords)} has not come to {sent}.",
+            f"{action} did not end within {group.timeout:g} s: {name_rank(world_rank, coords)} has not come to {send}.",
             rank=world_rank,
             coords=coords,
             action=str(action),

@@ -11,14 +11,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from parallel3d.schedules.actions import Action, Kind, parse_actions
+from parallel3d.schedules.actions import Action, Kind, parse_actions, send_of
 from parallel3d.schedules.table import Table
 from parallel3d.simulation import Costs, Simulation, simulate
 from runtime.errors import InvalidCall
 
 _LATE = 0.1  # of the action's own planned time: what is within that is noise
 _LEAST = 0.0005  # seconds that count as late
-_SENDS = {Kind.RECV_F: (Kind.SEND_F, -1), Kind.RECV_B: (Kind.SEND_B, 1)}
 
 
 class Why(StrEnum):
@@ -130,11 +129,12 @@ class Measured:
 
     def _transfer(self, kind: Kind, stage: int) -> float:
         """A message's way, where its receiver waited for it; else what taking it out took."""
-        send, step = _SENDS[kind]
         waited, taken = [], []
         for microbatch in range(self.table.microbatches):
-            received = self._times.get(Action(stage, kind, microbatch))
-            sent = self._times.get(Action(stage + step, send, microbatch))
+            receive = Action(stage, kind, microbatch)
+            send = send_of(receive)
+            assert send is not None
+            received, sent = self._times.get(receive), self._times.get(send)
             if received is not None and sent is not None:
                 taken.append(received[1] - received[0])
                 if received[0] < sent[0]:
@@ -224,7 +224,7 @@ def _why(measured: Measured, planned: Simulation, rank: int, at: int) -> tuple[W
     free = ends[before] if before >= 0 else 0.0
     lost = {(Why.HELD_UP, column[max(before, 0)]): starts[at] - free}
     for i in range(before + 1, at):
-        if column[i].kind in _SENDS:
+        if send_of(column[i]) is not None:
             waited = ends[i] - max(starts[i], planned.ends[rank][i])
             lost[Why.LATE_RECEIVE, column[i]] = waited
             lost[Why.HELD_UP, column[max(before, 0)]] -= ends[i] - starts[i]

@@ -187,7 +187,13 @@ class SharedPipe:
             self._num_sent += 1
             self._piped.store(self._num_sent)
             self._shown.append(prepared)
-        return not self._pending
+        if not self._pending:
+            return True
+        if self._exchange.is_abandoned():
+            raise self._given_up()
+        if (trouble := self._trouble()) is not None:  # there will never be room
+            raise trouble
+        return False
 
     def receive(self, deadline: float, idle: Idle) -> list[torch.Tensor | None]:
         self._wait(self._has_come, deadline, idle)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -51,6 +52,28 @@ class Action(NamedTuple):
     @property
     def is_compute(self) -> bool:
         return self.kind in COMPUTE
+
+
+_WAYS = ((Kind.SEND_F, Kind.RECV_F, 1), (Kind.SEND_B, Kind.RECV_B, -1))
+_RECEIVES = {send: (receive, step) for send, receive, step in _WAYS}
+_SENDS = {receive: (send, -step) for send, receive, step in _WAYS}
+
+
+def receive_of(send: Action) -> Action | None:
+    """The receive in which a send ends; None for another action."""
+    return _other_end(send, _RECEIVES)
+
+
+def send_of(receive: Action) -> Action | None:
+    """The send that a receive waits for; None for another action."""
+    return _other_end(receive, _SENDS)
+
+
+def _other_end(action: Action, ends: Mapping[Kind, tuple[Kind, int]]) -> Action | None:
+    if action.kind not in ends:
+        return None
+    kind, step = ends[action.kind]
+    return Action(action.stage + step, kind, action.microbatch)
 
 
 _KINDS = "|".join(sorted(Kind, key=len, reverse=True))

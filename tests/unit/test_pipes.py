@@ -168,3 +168,15 @@ def test_shapes_that_come_and_go(ends):
             ends.one.send([torch.full((length,), float(length))])
             assert take(ends.other)[0].tolist() == [length] * length
     assert len(ends.one._free) <= 65
+
+
+def test_there_will_be_no_room_where_the_peer_is_gone(ends):
+    for _ in range(NUM_MESSAGES + 1):
+        ends.one.send([])
+    ends.trouble = PeerLost("rank 1 died", rank=1)
+    with pytest.raises(PeerLost):
+        ends.one.push()
+    ends.trouble = None
+    ends.exchanges[1].give_up()
+    with pytest.raises(GroupClosed):
+        ends.one.push()
