@@ -60,13 +60,13 @@ VALUE_ALIASES = {
 }
 
 
-def rename(tree: Node, *, gpt: bool) -> list[Problem]:
+def rename(tree: Node, *, own_model: bool) -> list[Problem]:
     """Give every key and value in the tree our name for it; a key beside its alias is a problem.
 
-    The keywords of a user's own model are theirs, so `model.args` is left alone unless it is gpt's.
+    The keywords of a user's own model are theirs, so `model.args` is left alone there.
     """
     sections = [_move(tree, (alias,), (name,)) for alias, name in SECTION_ALIASES.items()]
-    aliases = {alias: name for alias, name in ALIASES.items() if gpt or not alias.startswith("model.args.")}
+    aliases = {alias: name for alias, name in ALIASES.items() if not own_model or not alias.startswith("model.args.")}
     keys = [_move(tree, tuple(alias.split(".")), tuple(name.split("."))) for alias, name in aliases.items()]
     for path, words in VALUE_ALIASES.items():
         _rename_value(tree, tuple(path.split(".")), words)

@@ -22,6 +22,11 @@ Backend = Literal["auto", "gloo", "nccl"]
 MemoryStrategy = Literal["basic", "standard", "aggressive", "extreme"]
 OptimizerName = Literal["adamw", "sgd"]
 Precision = Literal["float32", "float64", "bfloat16"]
+DataSource = Literal["text", "tokens"]
+TokenType = Literal["uint8", "uint16", "int32", "int64"]
+LearningRateSchedule = Literal["constant", "cosine"]
+TensorStrategy = Literal["column", "row", "vocab", "replicated"]
+TensorPlan = dict[str, TensorStrategy]
 WayToCut = Literal["even", "parameters", "profile"]
 
 StrategyTable = tuple[tuple[int, str], ...]
@@ -188,7 +193,9 @@ Order = Annotated[
 ]
 _MODULE_NAME = {"type": "string", "pattern": "^[^:]+:[^:]+$"}
 Factory = Annotated[str, PlainValidator(_named), WithJsonSchema(_MODULE_NAME)]
-ModelFactory = Annotated[str, PlainValidator(lambda value: _named(value, "gpt")), WithJsonSchema(_MODULE_NAME)]
+ModelFactory = Annotated[
+    str, PlainValidator(lambda value: _named(value, "gpt", "llama", "hf")), WithJsonSchema(_MODULE_NAME)
+]
 Loss = Annotated[
     str,
     PlainValidator(lambda value: _named(value, "cross_entropy", "mse")),

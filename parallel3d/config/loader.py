@@ -62,7 +62,7 @@ def _tree(
         problems += found
     factories = [node.value for layer in layers if (node := layer.find(("model", "factory"))) is not None]
     for layer in layers:
-        problems += rename(layer, gpt=not factories or factories[-1] == "gpt")
+        problems += rename(layer, own_model=bool(factories) and factories[-1] not in ("gpt", "llama"))
     tree = layers[0]
     for layer in layers[1:]:
         tree, found = merge(tree, layer)

@@ -13,10 +13,12 @@ from parallel3d.config.fields import (
     CommStrategy,
     Compression,
     Count,
+    DataSource,
     Duration,
     Factory,
     LayersPerStage,
     LearningRate,
+    LearningRateSchedule,
     Loss,
     MemoryStrategy,
     ModelFactory,
@@ -26,6 +28,8 @@ from parallel3d.config.fields import (
     Probability,
     Schedule,
     Size,
+    TensorPlan,
+    TokenType,
 )
 from parallel3d.schedules.limits import IMPLIES_TWO_VIRTUAL_STAGES
 
@@ -54,19 +58,80 @@ class GptArgs(Section):
     """Tokens of one sample."""
     dropout: Probability = 0.0
     """Share of activations dropped in training, from 0 to below 1. At 0 every mesh gives the same losses."""
+    tied: bool = False
+    """Whether the head's weight is the token embedding's."""
+
+
+class LlamaArgs(Section):
+    """The built-in Llama-style decoder: rotary positions, RMSNorm, grouped-query attention, SwiGLU, no biases."""
+
+    layers: Count = 24
+    """Decoder blocks."""
+    width: Count = 512
+    """Size of the hidden state; a multiple of `heads`."""
+    heads: Count = 8
+    """Query heads of a block."""
+    kv_heads: Count | None = None
+    """Key and value heads, each shared by `heads / kv_heads` query heads. Null: as many as `heads`."""
+    mlp_width: Count | None = None
+    """Size between the MLP's two layers. Null: 8/3 of `width`, up to the next multiple of 64."""
+    vocabulary: Count = 256
+    """Different tokens."""
+    sequence: Count = 128
+    """Tokens of one sample."""
+    rope_base: Annotated[float, Field(gt=1, le=1e12)] = 10_000.0
+    """Base of the rotary frequencies."""
+    dropout: Probability = 0.0
+    """Share of activations dropped in training, from 0 to below 1."""
+    tied: bool = False
+    """Whether the head's weight is the token embedding's."""
+
+
+class HfArgs(Section):
+    """A causal language model of Hugging Face `transformers`, which has to be installed."""
+
+    path: str | None = None
+    """A folder with `config.json` and weights, as `save_pretrained` writes it. Nothing is downloaded."""
+    config: dict[str, Any] | None = None
+    """Instead of `path`: the model's own configuration, with its `model_type`, such as `{model_type: llama,
+    hidden_size: 64}`. The weights begin at random."""
+    sequence: Count = 128
+    """Tokens of one sample."""
 
 
 class GptModel(Section):
     """What is trained, and how its error is measured."""
 
     factory: Literal["gpt"] = "gpt"
-    """`gpt`, or `"package.module:callable"`: your own, which returns an `nn.Module`. The current folder is
-    on the import path."""
+    """`gpt`, `llama`, `hf` (a causal model of Hugging Face `transformers`), or `"package.module:callable"`: your own,
+    which returns an `nn.Module`. The current folder is on the import path."""
     args: GptArgs = GptArgs()
     """The factory's keywords. For a factory of your own: any; for `gpt`: those below."""
     loss: Loss = "cross_entropy"
     """`cross_entropy`, `mse`, or `"package.module:function"` of (output, target) that returns a mean over
-    the samples it is given, or (sum, count)."""
+    the samples it is given, or (sum, count). `cross_entropy` leaves out targets of -100."""
+
+
+class LlamaModel(Section):
+    """The built-in Llama-style decoder."""
+
+    factory: Literal["llama"]
+    """`llama`."""
+    args: LlamaArgs = LlamaArgs()
+    """Its keywords."""
+    loss: Loss = "cross_entropy"
+    """As for `gpt`."""
+
+
+class HfModel(Section):
+    """A causal language model of Hugging Face `transformers`."""
+
+    factory: Literal["hf"]
+    """`hf`."""
+    args: HfArgs = HfArgs()
+    """Its keywords."""
+    loss: Loss = "cross_entropy"
+    """As for `gpt`."""
 
 
 class CustomModel(Section):
@@ -78,27 +143,47 @@ class CustomModel(Section):
     """The keywords that the factory is called with."""
     loss: Loss = "cross_entropy"
     """`cross_entropy`, `mse`, or `"package.module:function"` of (output, target)."""
+    layers: str | None = None
+    """Where the layers are that are cut into stages, such as `blocks.*`: the children of the model's `blocks`, in
+    order. The model's other children that stand before `blocks` are called before the first layer, one after the
+    other, those that stand after it after the last. Null: the children of an `nn.Sequential`, or what the model's
+    method `pipeline_layers()` gives."""
+
+
+_BUILT_IN = ("gpt", "llama", "hf")
 
 
 def _kind_of_model(value: Any) -> str:
     factory = value.get("factory", "gpt") if isinstance(value, dict) else getattr(value, "factory", "gpt")
-    return "gpt" if factory == "gpt" else "custom"
+    return factory if factory in _BUILT_IN else "custom"
 
 
 Model = Annotated[
-    Annotated[GptModel, Tag("gpt")] | Annotated[CustomModel, Tag("custom")], Discriminator(_kind_of_model)
+    Annotated[GptModel, Tag("gpt")]
+    | Annotated[LlamaModel, Tag("llama")]
+    | Annotated[HfModel, Tag("hf")]
+    | Annotated[CustomModel, Tag("custom")],
+    Discriminator(_kind_of_model),
 ]
 
 
 class Data(Section):
     """Where samples come from."""
 
-    source: Literal["text"] = "text"
-    """`text`: bytes of text files, cut into samples of `model.args.sequence` tokens. Not read when `factory`
-    is given."""
+    source: DataSource = "text"
+    """`text`: bytes of text files. `tokens`: a file of token numbers, mapped from disk. Both are cut into samples of
+    `sequence` tokens, each with the tokens that follow as its target. Not read when `factory` is given."""
     path: str | None = None
-    """A text file, or a folder of them. Null: the Python standard library's own sources, so that a first run
-    needs no download."""
+    """`text`: a file, or a folder, whose text files are read in the order of their names; null: the Python standard
+    library's own sources, so that a first run needs no download. `tokens`: the file."""
+    token_type: TokenType = "uint16"
+    """Of the numbers in a file of tokens, little-endian: `uint8`, `uint16`, `int32` or `int64`."""
+    sequence: Count | None = None
+    """Tokens of one sample. Null: `model.args.sequence`, or 128 where a model of your own has no such keyword."""
+    shuffle: bool = True
+    """Whether every pass over the data has an order of its own, drawn from `train.seed`; else that of the data."""
+    prefetch: Count = 2
+    """Steps whose samples are loaded ahead."""
     factory: Factory | None = None
     """`"package.module:callable"` that returns a map-style dataset: `len(d)`, and `d[i]` gives (input,
     target). Cannot stand beside `path`."""
@@ -116,6 +201,13 @@ class Parallel(Section):
     order: Order = "auto"
     """How ranks are numbered, slowest axis first, such as `dp-tp-pp` or `pp-dp-tp`; or a table with one
     `[dp, tp, pp]` a rank. `auto` is `dp-tp-pp` when tp x pp ranks fit one host, else `pp-dp-tp`."""
+    tensor_plan: TensorPlan | None = None
+    """How modules are cut over the tensor-parallel ranks: from patterns of their paths to `column`, `row`, `vocab` or
+    `replicated`, such as `{"blocks.*.up": column, "blocks.*.down": row}`. A pattern that matches nothing is refused;
+    of several that match, the last counts; what none matches is replicated. Null: the model's own plan."""
+    sequence_parallel: bool = False
+    """Whether what lies between tensor-parallel layers is cut along the sequence, dimension 1, instead of repeated on
+    every rank: less memory, and an all-gather and a reduce-scatter in place of each all-reduce."""
 
 
 class Pipeline(Section):
@@ -191,6 +283,25 @@ class Optimizer(Section):
     """`adamw` or `sgd`."""
     lr: LearningRate = 3.0e-4
     """Learning rate, above 0."""
+    betas: tuple[Probability, Probability] = (0.9, 0.999)
+    """Decay of AdamW's two running means."""
+    eps: Annotated[float, Field(gt=0, le=1)] = 1.0e-8
+    """Added to AdamW's denominator."""
+    momentum: Probability = 0.0
+    """Of `sgd`."""
+    weight_decay: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    """Null: torch's own, 0.01 for `adamw` and 0 for `sgd`."""
+    schedule: LearningRateSchedule = "constant"
+    """How the learning rate goes on after the warm-up: `constant`, or `cosine` down to `min_lr` at the last step."""
+    warmup_steps: Annotated[int, Field(ge=0, le=10**12)] = 0
+    """Steps in which the learning rate grows evenly up to `lr`."""
+    min_lr: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    """Where `cosine` ends."""
+    clip_norm: Annotated[float, Field(gt=0, le=1e12)] | None = None
+    """The largest norm of all gradients together; larger ones are scaled down to it. Null: never."""
+    shard: bool = False
+    """ZeRO-1: each data-parallel replica keeps and updates its share of the optimizer's state, with the same bits as
+    without."""
 
 
 class Train(Section):
@@ -204,8 +315,8 @@ class Train(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Start of every random number: initial weights, sample order, dropout."""
     precision: Precision = "float32"
-    """`float32`, `float64` or `bfloat16`: the type of weights and activations. float32 leaves mixed precision
-    off."""
+    """`float32` and `float64`: the type of weights and activations. `bfloat16`: activations under autocast, with
+    weights in float32."""
 
 
 class Checkpoint(Section):
@@ -265,6 +376,13 @@ class RunConfig(Section):
     def batch_size(self) -> int:
         """Samples of one step over the whole mesh."""
         return self.train.batch_size or self.parallel.dp * self.pipeline.microbatches
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of one sample, where `data.factory` does not make them."""
+        args = self.model.args
+        of_model = args.get("sequence") if isinstance(args, dict) else args.sequence
+        return self.data.sequence or (of_model if type(of_model) is int and of_model > 0 else GptArgs().sequence)
 
     def to_yaml(self) -> str:
         """Every key with its value; `load_config` of it gives an equal config."""

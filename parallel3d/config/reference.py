@@ -23,7 +23,7 @@ The environment overrides the file: `PARALLEL3D_PARALLEL__PP=4` sets `parallel.p
 _ALIASES_TITLE = """\
 ## Other spellings
 
-Names from torchtitan and Megatron-LM that are accepted for ours. `model.args` has them for `gpt` only.
+Names from torchtitan and Megatron-LM that are accepted for ours. `model.args` has them for `gpt` and `llama` only.
 """
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from parallel3d.config.errors import enumerate_words
 from parallel3d.config.factories import missing_module
 from parallel3d.config.fields import is_factory
-from parallel3d.config.models import GptModel, RunConfig
+from parallel3d.config.models import GptModel, HfModel, LlamaModel, RunConfig
 from parallel3d.cuts import example_cut
 from parallel3d.schedules.limits import (
     IMPLIES_TWO_VIRTUAL_STAGES,
@@ -73,7 +73,7 @@ def _splits(config: RunConfig, pp: int) -> bool:
 def _num_layers(config: RunConfig) -> int | None:
     """The layers that are cut into stages; None where only the user's factory knows. The built-in GPT's first one has
     the embedding in it, and its last one the head."""
-    return config.model.args.layers if isinstance(config.model, GptModel) else None
+    return config.model.args.layers if isinstance(config.model, GptModel | LlamaModel) else None
 
 
 def _other_mesh(sizes: dict[str, int], world_size: int) -> str:
@@ -88,7 +88,7 @@ def _ranks(count: int) -> str:
 
 
 def _heads_divide_width(config: RunConfig, _: int | None) -> Iterator[Finding]:
-    if not isinstance(config.model, GptModel):
+    if not isinstance(config.model, GptModel | LlamaModel):
         return
     width, heads = config.model.args.width, config.model.args.heads
     if width % heads:
@@ -96,6 +96,87 @@ def _heads_divide_width(config: RunConfig, _: int | None) -> Iterator[Finding]:
             ("model.args.heads", "model.args.width"),
             f"width({width}) is not a multiple of heads({heads}).",
             f"Set heads to {_near_divisors(width, heads)}, or width to {_near_multiples(width, heads)}.",
+        )
+
+
+def _kv_heads_divide_heads(config: RunConfig, _: int | None) -> Iterator[Finding]:
+    if not isinstance(config.model, LlamaModel) or config.model.args.kv_heads is None:
+        return
+    heads, kv_heads = config.model.args.heads, config.model.args.kv_heads
+    if heads % kv_heads:
+        yield Finding(
+            ("model.args.kv_heads", "model.args.heads"),
+            f"heads({heads}) is not a multiple of kv_heads({kv_heads}).",
+            f"Set kv_heads to {_near_divisors(heads, kv_heads)}.",
+        )
+
+
+def _tp_divides_heads(config: RunConfig, _: int | None) -> Iterator[Finding]:
+    if not isinstance(config.model, GptModel | LlamaModel) or config.parallel.tensor_plan is not None:
+        return
+    args, tp = config.model.args, config.parallel.tp
+    sizes = {"heads": args.heads}
+    if isinstance(config.model, LlamaModel):
+        sizes |= {"kv_heads": config.model.args.kv_heads or args.heads, "mlp_width": config.model.args.mlp_width or tp}
+    for name, size in sizes.items():
+        if size % tp:
+            yield Finding(
+                ("parallel.tp", f"model.args.{name}"),
+                f"{name}({size}) is not a multiple of tp({tp}).",
+                f"Set tp to {_near_divisors(size, tp)}, or {name} to {_near_multiples(size, tp)}.",
+            )
+
+
+def _sequence_is_cut(config: RunConfig, _: int | None) -> Iterator[Finding]:
+    sequence, tp = config.sequence, config.parallel.tp
+    if config.parallel.sequence_parallel and sequence % tp:
+        yield Finding(
+            ("parallel.sequence_parallel",),
+            f"the sequence({sequence}) is not a multiple of tp({tp}).",
+            f"Set the sequence to {_near_multiples(sequence, tp)}, or sequence_parallel to false.",
+        )
+
+
+def _sequence_fits_model(config: RunConfig, _: int | None) -> Iterator[Finding]:
+    given, most = config.data.sequence, getattr(config.model.args, "sequence", None)
+    if isinstance(config.model, GptModel) and given is not None and most is not None and given > most:
+        yield Finding(
+            ("data.sequence", "model.args.sequence"),
+            f"the model has positions for model.args.sequence({most}) tokens.",
+            f"Set it to {most} or less, or model.args.sequence to {given}.",
+        )
+
+
+def _tokens_have_a_file(config: RunConfig, _: int | None) -> Iterator[Finding]:
+    data = config.data
+    if data.source == "tokens" and data.path is None and data.factory is None:
+        yield Finding(("data.path", "data.source"), "source tokens reads a file of tokens.", "Set path to that file.")
+
+
+def _hf_model_is_given(config: RunConfig, _: int | None) -> Iterator[Finding]:
+    if not isinstance(config.model, HfModel):
+        return
+    given = config.model.args
+    blame = ("model.args.path", "model.args.config", "model.factory")
+    if (given.path is None) == (given.config is None):
+        yield Finding(
+            blame,
+            "hf needs either a folder or a configuration.",
+            "Set model.args.path to a folder of save_pretrained, or model.args.config to {model_type: ...}.",
+        )
+    elif given.config is not None and not isinstance(given.config.get("model_type"), str):
+        yield Finding(
+            ("model.args.config",), "it does not say which model it is.", "Add model_type, for example llama."
+        )
+
+
+def _cosine_goes_down(config: RunConfig, _: int | None) -> Iterator[Finding]:
+    optimizer = config.optimizer
+    if optimizer.schedule == "cosine" and optimizer.min_lr > optimizer.lr:
+        yield Finding(
+            ("optimizer.min_lr", "optimizer.lr"),
+            f"cosine goes down from lr({optimizer.lr:g}).",
+            f"Set min_lr to {optimizer.lr:g} or less.",
         )
 
 
@@ -235,6 +316,23 @@ def _near_divisors(value: int, near: int) -> str:
 RULES = (
     Rule(_fits_world, ("parallel.dp", "parallel.tp", "parallel.pp")),
     Rule(_heads_divide_width, ("model.factory", "model.args.width", "model.args.heads")),
+    Rule(_kv_heads_divide_heads, ("model.factory", "model.args.heads", "model.args.kv_heads")),
+    Rule(
+        _tp_divides_heads,
+        (
+            "model.factory",
+            "model.args.heads",
+            "model.args.kv_heads",
+            "model.args.mlp_width",
+            "parallel.tp",
+            "parallel.tensor_plan",
+        ),
+    ),
+    Rule(_sequence_is_cut, ("model.factory", "model.args.sequence", "data.sequence", "parallel.tp")),
+    Rule(_sequence_fits_model, ("model.factory", "model.args.sequence", "data.sequence")),
+    Rule(_tokens_have_a_file, ("data.source", "data.path", "data.factory")),
+    Rule(_hf_model_is_given, ("model.factory", "model.args.path", "model.args.config")),
+    Rule(_cosine_goes_down, ("optimizer.schedule", "optimizer.lr", "optimizer.min_lr")),
     Rule(_virtual_stages_fit_schedule, ("pipeline.schedule", "pipeline.virtual_stages")),
     Rule(_microbatches_fit_schedule, ("pipeline.schedule", "pipeline.microbatches", "parallel.pp")),
     Rule(
