@@ -56,7 +56,8 @@ class Launch:
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._console = Console(
-            ConsoleStyle(self._spec.num_ranks, self._spec.with_prefix, self._spec.only), self._started.logs
+            ConsoleStyle(self._spec.num_ranks, self._spec.with_prefix, self._spec.only, self._spec.stdout_to_stderr),
+            self._started.logs,
         )
         _allow_open_files(4 * self._spec.num_ranks + 64)
         self._loop.add_reader(self._server.connection, self._on_server)
@@ -79,6 +80,11 @@ class Launch:
         if self._supervisor.phase is supervisor.Phase.DONE:  # all that is left is output that nobody reads
             self._console.abandon()
         self._handle(supervisor.Interrupted(number))
+
+    def send(self, rank: int, kind: str, **fields: object) -> bool:
+        """Hand one message to a rank over its control channel; False where it has not started, or has ended."""
+        control = self._controls.get(rank)
+        return control is not None and control.send(kind, **fields)
 
     async def _until_ended(self) -> None:
         try:
