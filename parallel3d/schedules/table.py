@@ -44,6 +44,11 @@ class Table:
         columns = tuple(tuple(action for action in column if action.is_compute) for column in self.columns)
         return Table(self.schedule, self.stages, self.microbatches, columns)
 
+    def forward_only(self) -> Table:
+        """Without any backward, as for an evaluation."""
+        columns = tuple(tuple(action for action in column if action.kind is Kind.F) for column in self.columns)
+        return Table(self.schedule, self.stages, self.microbatches, columns)
+
     def crosses_ranks(self, stage: int) -> bool:
         """Whether what `stage` gives the next stage has to travel."""
         return stage + 1 < self.stages and self.rank_of_stage[stage] != self.rank_of_stage[stage + 1]
