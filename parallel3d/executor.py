@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -79,8 +79,11 @@ class Executor:
         loss: Loss,
         *,
         gradients: Gradients | None = None,
+        autocast: torch.dtype | None = None,
     ) -> None:
         self._mesh, self._group, self._loss, self._gradients = mesh, mesh.pp, loss, gradients
+        self._autocast = autocast
+        """The type of activations where it is not that of weights."""
         self.table = table.with_communication()
         if self.table.num_ranks != mesh.pp.size:
             raise InvalidCall(f"the table is for {self.table.num_ranks} ranks, but the mesh has pp = {mesh.pp.size}.")
@@ -176,6 +179,12 @@ class Executor:
         shared = torch.tensor([loss], dtype=torch.float64, device=self._group.device)
         await self._group.broadcast(shared, root=self.table.rank_of_stage[-1])
         return float(shared)
+
+    def autocasting(self) -> AbstractContextManager[Any]:
+        """Around a forward; a backward takes the types that its forward had."""
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(self._group.device.type, self._autocast)
 
     def _peaks(self) -> dict[int, int]:
         return {index: stage.peak_activations for index, stage in self.stages.items()}
@@ -274,9 +283,11 @@ class Begun:
             inputs = list(given) if isinstance(given, tuple | list) else [given]
         else:
             inputs = [each for each in self._taken(Kind.RECV_F, stage.index, microbatch) if each is not None]
-        output = stage.forward(microbatch, inputs)
+        with self._executor.autocasting():
+            output = stage.forward(microbatch, inputs)
+            if stage.is_last:
+                loss = self._executor._loss(output, self._targets[microbatch]) * self._weights[microbatch]
         if stage.is_last:
-            loss = self._executor._loss(output, self._targets[microbatch]) * self._weights[microbatch]
             stage.set_loss(microbatch, loss)
             self._losses.append(loss.detach())
         elif self._table.crosses_ranks(stage.index):

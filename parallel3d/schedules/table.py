@@ -39,6 +39,10 @@ class Table:
         """Whether some backward is done in two parts."""
         return any(action.kind is Kind.W for column in self.columns for action in column)
 
+    @property
+    def has_backwards(self) -> bool:
+        return any(action.kind in BACKWARD_FIRST for column in self.columns for action in column)
+
     def compute_only(self) -> Table:
         """Without sends, receives and reductions."""
         columns = tuple(tuple(action for action in column if action.is_compute) for column in self.columns)
