@@ -50,8 +50,8 @@ class LastSteps:
             yield Span(STEPS, "data", "data", start, min(end, start + step.data_seconds))
         for action, began, ended in step.actions:
             sends, receives = self._messages(step.step, action)
-            facts = {"stage": action.stage, "microbatch": action.microbatch, "step": step.step}
-            yield Span(ACTIONS, str(action), action.kind, began, ended, facts, sends, receives)
+            where = {"stage": action.stage, "microbatch": action.microbatch, "step": step.step}
+            yield Span(ACTIONS, str(action), action.kind, began, ended, where, sends, receives)
 
     def _messages(self, step: int, action: Action) -> tuple[str, str]:
         """A message has the name of its receive, of the step, and of the pipeline it is in."""
@@ -64,6 +64,4 @@ class LastSteps:
 
 def _of_collective(event: CollectiveEvent) -> Span:
     facts = {"group": event.group, "bytes": event.num_bytes, "ranks": event.num_ranks, "strategy": event.strategy}
-    return Span(
-        COLLECTIVES, f"{event.kind} {event.group}", event.kind, event.began, event.began + event.seconds, facts
-    )
+    return Span(COLLECTIVES, f"{event.kind} {event.group}", event.kind, event.began, event.began + event.seconds, facts)

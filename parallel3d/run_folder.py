@@ -38,14 +38,14 @@ def check_run_dir(config: RunConfig, place: str) -> None:
         return
     path = Path(config.runtime.run_dir)
     try:
-        found = next(os.scandir(path), None)
+        found = sorted(os.listdir(path))
     except FileNotFoundError:
         return
     except OSError as error:
         _refuse(config, place, f"it can't be a run's folder: {error.strerror}.", "Give another one.")
-    if found is not None:
+    if found:
         remedy = "Give a new or empty folder, or leave it out for runs/<run_id>."
-        _refuse(config, place, f"not empty, and a run does not write over another (there is {found.name}).", remedy)
+        _refuse(config, place, f"not empty, and a run does not write over another (there is {found[0]}).", remedy)
 
 
 def _refuse(config: RunConfig, place: str, message: str, remedy: str) -> NoReturn:
@@ -70,7 +70,7 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             folder._write("config.yaml", config.to_yaml())
-            folder._write("endpoints.json", _as_json({"run_id": run_id, "pid": os.getpid()}))
+            folder._write("endpoints.json", as_json({"run_id": run_id, "pid": os.getpid()}))
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             folder._events = os.open(path / "events.jsonl", flags, 0o666)
         except OSError as error:
@@ -119,13 +119,13 @@ class RunFolder:
         if spans is None:
             spans = take_span_files(self.path, record.config.world_size)
         names = {rank: record.name(rank) for rank in spans}
-        self._write("metrics.json", self.metrics_text(record))
+        self._write("metrics.json", as_json(self.metrics(record)))
         self._write("trace.json.gz", to_bytes(chrome_trace(spans, names)))
         self._write("report.html", to_page(record, self.run_id))
 
-    def metrics_text(self, record: RunRecord) -> str:
-        """`metrics.json`, and what `--json` prints."""
-        return _as_json({"run_id": self.run_id, "run_dir": str(self.path), **record.metrics()})
+    def metrics(self, record: RunRecord) -> dict[str, Any]:
+        """The content of `metrics.json`."""
+        return {"run_id": self.run_id, "run_dir": str(self.path), **record.metrics()}
 
 
 def write_span_file(folder: Path, rank: int, spans: Iterable[Span]) -> None:
@@ -153,5 +153,6 @@ def _span_file(folder: Path, rank: int) -> Path:
     return folder / f".spans-{rank}.json"
 
 
-def _as_json(document: Mapping[str, Any]) -> str:
+def as_json(document: Mapping[str, Any]) -> str:
+    """As files of the folder have it, and as `--json` prints it."""
     return dump(document) + "\n"

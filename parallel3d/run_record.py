@@ -264,6 +264,18 @@ class RunRecord:
         }
 
 
+def step_event(step: RunStep) -> dict[str, Any]:
+    """The fields of a step in `events.jsonl`."""
+    return {
+        "step": step.step,
+        "loss": step.loss,
+        "grad_norm": step.grad_norm,
+        "learning_rate": step.learning_rate,
+        "tokens": step.tokens,
+        "seconds": step.seconds,
+    }
+
+
 def _finite(value: float) -> float | None:
     """JSON has no NaN."""
     return value if math.isfinite(value) else None

@@ -99,7 +99,7 @@ async def train(coordinator: Coordinator, owner: Owner, last: LastSteps) -> None
                 steps.follow(wish, step.step + 1)
             if wish.stops:
                 break
-    steps.note_memory()
+    await steps.finish()
 
 
 class _Steps:
@@ -109,6 +109,7 @@ class _Steps:
         self._coordinator, self._mesh, self._owner, self._last = coordinator, coordinator.mesh, owner, last
         self._ended = time.perf_counter()
         self._looked = float("-inf")
+        self._looking: asyncio.Task[None] | None = None
         self.wish = Wish()
 
     def made(self, step: TrainStep) -> None:
@@ -129,7 +130,8 @@ class _Steps:
             }
         self._owner.send("step", **fields)
         if self._ended - self._looked > _MEMORY_SECONDS:
-            self.note_memory()
+            self._looked = self._ended
+            self._looking = asyncio.create_task(self._note_memory())
 
     def follow(self, wish: Wish, first: int) -> None:
         """Do what all ranks have agreed on, from step `first` on."""
@@ -139,14 +141,20 @@ class _Steps:
         if self._mesh.rank == 0:
             self._owner.send("agreed", number=wish.number, step=first, learning_rate=wish.learning_rate)
 
-    def note_memory(self) -> None:
-        self._looked = time.perf_counter()
-        found = used_memory(self._mesh.world.device)
+    async def _note_memory(self) -> None:
+        """In a thread, while the next step is under way: it takes some milliseconds."""
+        found = await asyncio.to_thread(used_memory, self._mesh.world.device)
         if found is not None:
             self._owner.send("memory", bytes=found)
 
+    async def finish(self) -> None:
+        """After the last step."""
+        if self._looking is not None:
+            await self._looking
+        await self._note_memory()
+
     def _bandwidth(self, step: TrainStep, began: float) -> float | None:
-        """In 10^9 bytes a second over each rank's link, of the gradients' all-reduce; where there was none, of others."""
+        """Of the gradients' all-reduce, or of others where it had none: 10^9 bytes a second over each rank's link."""
         size = self._mesh.dp.size
         if step.reduced_bytes and step.reduced_seconds > 0:
             return bus_factor("all_reduce", size) * step.reduced_bytes / step.reduced_seconds / 1e9
@@ -168,7 +176,7 @@ def _known_parts(step: TrainStep) -> dict[str, float]:
 
 
 def used_memory(device: torch.device) -> int | None:
-    """Bytes of this process, those that ranks share divided between them; on a GPU the most that was allocated there."""
+    """Bytes of this process, what ranks share divided between them; on a GPU the most that was allocated there."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     with suppress(OSError):

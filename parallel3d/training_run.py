@@ -1,4 +1,4 @@
-"""A run that this process starts and supervises without being a rank: `async with parallel3d.start("run.yaml") as run`."""
+"""A run that this process starts and supervises, no rank itself: `async with parallel3d.start("run.yaml") as run`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Self
 from parallel3d.before_start import check_before_start
 from parallel3d.config import RunConfig, load_config
 from parallel3d.run_folder import RunFolder, check_run_dir, new_run_id
-from parallel3d.run_record import ModelFacts, RunError, RunRecord, RunStep, Status
+from parallel3d.run_record import ModelFacts, RunError, RunRecord, RunStep, Status, step_event
 from runtime.control import Message
 from runtime.errors import InvalidCall, LaunchError, RunFailed
 from runtime.launch import Launch
@@ -25,7 +25,7 @@ from runtime.script import Target
 from runtime.threads import DaemonThreads
 
 EXIT_FAILED, EXIT_HUNG = 4, 124
-PRELOAD = ("torch", "torch.distributed", "numpy", "uvloop", "parallel3d.coordinator", "parallel3d.trainer")
+PRELOAD = ("torch", "torch.distributed", "numpy", "uvloop", "parallel3d.trainer")
 _RANK = Target("parallel3d.trainer", is_module=True)
 _SHADOW_CHECK = "parallel3d.shadows:refuse_shadows"
 _STOP_SECONDS = 3.0
@@ -92,7 +92,7 @@ class Run:
         check_run_dir(config, place)
         self.config, self.run_id = config, new_run_id()
         self._place, self._facts, self._warm, self._target, self._on_step = place, facts, warm, target, on_step
-        self._wish = {"number": 0, "stops": False, "learning_rate": None}
+        self._wish: dict[str, Any] = {"number": 0, "stops": False, "learning_rate": None}
         self._waiting: dict[int, asyncio.Future[int | None]] = {}
         """For all ranks to agree to a wish, by its number."""
         self._is_ready = False
@@ -127,6 +127,7 @@ class Run:
         folder = str(self._folder.path.resolve())
         spec = replace(spec, target=replace(spec.target, args=(*spec.target.args, folder)))
         self._launch = Launch(start_launch(spec, logs, warm), self._on_message)
+        self._launch.begin()
         self._folder.event("started", run_id=self.run_id, world_size=self.config.world_size, pid=os.getpid())
         self._task = asyncio.create_task(self._supervise(), name=f"run {self.run_id}")
         self._task.add_done_callback(lambda _: self._news.set())
@@ -197,7 +198,7 @@ class Run:
             losses=tuple(step.loss for step in record.steps),
             step_seconds=tuple(step.seconds for step in record.steps),
             tokens_per_second=record.tokens_per_second,
-            metrics=record.metrics(),
+            metrics=self.metrics(),
         )
 
     # Wishes.
@@ -218,7 +219,7 @@ class Run:
         if task.done():
             return None
         self._change(learning_rate=None if rate is None else float(rate))
-        agreed = asyncio.get_running_loop().create_future()
+        agreed: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         self._waiting[self._wish["number"]] = agreed
         return await agreed
 
@@ -228,6 +229,8 @@ class Run:
 
     def interrupt(self, number: signal.Signals) -> None:
         """As if this signal had come from the user: once, ranks end after their step; again, in it; again, at once."""
+        if self._entered().done():
+            return
         if self._interrupted_by is None:
             self._interrupted_by = number
             self._folder.event("interrupted", signal=number.name)
@@ -321,9 +324,9 @@ class Run:
             case _:
                 return 0
 
-    def metrics_text(self) -> str:
-        """`metrics.json` as it was written."""
-        return self._folder.metrics_text(self.record)
+    def metrics(self) -> dict[str, Any]:
+        """The content of `metrics.json`, as it is now."""
+        return self._folder.metrics(self.record)
 
     def _entered(self) -> asyncio.Task[None]:
         if self._task is None:
@@ -344,18 +347,6 @@ class Run:
                 traceback=error.traceback,
                 exit_code=self.exit_code,
             )
-
-
-def step_event(step: RunStep) -> dict[str, Any]:
-    """The fields of a step in `events.jsonl`."""
-    return {
-        "step": step.step,
-        "loss": step.loss,
-        "grad_norm": step.grad_norm,
-        "learning_rate": step.learning_rate,
-        "tokens": step.tokens,
-        "seconds": step.seconds,
-    }
 
 
 def _resolve(future: asyncio.Future[int | None], value: int | None) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import torch
+
 from parallel3d.rank_mesh import Mesh
 from process_groups.work import Work
-
-import torch
 
 
 class Wish(NamedTuple):

@@ -19,7 +19,7 @@ from parallel3d.config.errors import ConfigProblems
 from runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from parallel3d.run_record import ModelFacts, RunRecord, RunStep
+    from parallel3d.run_record import ModelFacts, RunStep
     from parallel3d.training_run import Run
     from runtime.launch_spec import WarmServer
 
@@ -134,18 +134,11 @@ async def _watch(training: Run) -> None:
 
 
 def _say_the_end(training: Run, as_json: bool) -> None:
+    from parallel3d.cli.run_text import say_summary
+
     record, result = training.record, training.result
     if result is not None and result.report:
         sys.stderr.write(result.report)
     elif record.error is not None:
         print(f"parallel3d: {record.error.message}", file=sys.stderr)
-    say_summary(record, training.folder, training.metrics_text(), as_json)
-
-
-def say_summary(record: RunRecord, folder: Path, metrics: str, as_json: bool) -> None:
-    """Data on stdout, the rest on stderr."""
-    from parallel3d.cli.run_text import summary
-
-    print(summary(record, str(folder)), file=sys.stderr if as_json else sys.stdout)
-    if as_json:
-        print(metrics, end="")
+    say_summary(record, training.folder, training.metrics(), as_json)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import TextIO
+from pathlib import Path
+from typing import Any, TextIO
 
 from monitoring.time_parts import PARTS, mean_of
+from parallel3d.cli.json_lines import dump
 from parallel3d.run_record import RunRecord, RunStep
 
 _REDRAW_SECONDS = 0.1
@@ -15,7 +18,7 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 class LiveLine:
-    """On a terminal one line that is drawn again and again; elsewhere a plain line now and then, first and last always."""
+    """On a terminal one line that is drawn again and again; elsewhere a line now and then, first and last always."""
 
     def __init__(
         self,
@@ -107,4 +110,13 @@ def summary(record: RunRecord, folder: str) -> str:
         lines += ["", time_table(record)]
         if record.num_warm_up:
             lines.append(f"(speed and times leave out {record.num_warm_up} steps of warm-up)")
-    return "\n".join([*lines, "", f"files: {folder}/ (report.html, metrics.json, events.jsonl, trace.json.gz, config.yaml)"])
+    return "\n".join(
+        [*lines, "", f"files: {folder}/ (report.html, metrics.json, events.jsonl, trace.json.gz, config.yaml)"]
+    )
+
+
+def say_summary(record: RunRecord, folder: Path, metrics: Mapping[str, Any], as_json: bool) -> None:
+    """Data on stdout, the rest on stderr."""
+    print(summary(record, str(folder)), file=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        print(dump(metrics))
