@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from training_model import SmallGPT
 
 import parallel3d
@@ -114,26 +115,15 @@ def torch_pipeline(inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[], 
 
 
 def composed(inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[], None]:
-    """As torch's tutorials put it together: stages cut by DTensor, replicas that add up their gradients."""
+    """Stages that DTensor cuts, each replica's in DDP, in torch's 1F1B."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "tp", "pp"))
     stage, replica = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
     model = half(stage)
     cut_by_dtensor(model, mesh["tp"])
+    _pre_dp_module_transform(model)  # DDP takes no DTensors
+    replicated = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group("dp"))
     part = inputs.chunk(2)[replica], targets.chunk(2)[replica]
-    run = one_f_one_b(model, stage, mesh.get_group("pp"), *part)
-    dp = mesh.get_group("dp")
-
-    def work() -> None:
-        run()
-        # DDP refuses parameters that are DTensors, so its bucket is made by hand: one flat all-reduce.
-        grads = [each.grad.to_local() if hasattr(each.grad, "to_local") else each.grad for each in model.parameters()]
-        flat = torch.cat([each.flatten() for each in grads])
-        dist.all_reduce(flat, group=dp)
-        flat /= 2
-        for grad, reduced in zip(grads, flat.split([each.numel() for each in grads]), strict=True):
-            grad.copy_(reduced.view_as(grad))
-
-    return trained(model, work, fused=False)
+    return trained(replicated, one_f_one_b(replicated, stage, mesh.get_group("pp"), *part))
 
 
 def peers(case: str, rank: int, size: int, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:

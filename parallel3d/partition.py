@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import nn
 
-from parallel3d.cuts import StageCosts, best_cut, bounds, counted_once, even_cut, given_cut, summed
+from parallel3d.cuts import Cut, StageCosts, best_cut, bounds, counted_once, even_cut, given_cut, summed
 from parallel3d.layer_costs import LayerCost, profile_layers
+from parallel3d.layer_row import find_row
 from runtime.errors import InvalidCall
 
 
@@ -128,7 +129,23 @@ def partition(
         of them measure, and send the others its `Partition.layers_per_stage`.
     rank_of_stage: for `parameters` and `profile`; the slowest rank is made fast, instead of the slowest stage.
     """
-    names, layers = _layers_in(model)
+    row = find_row(model).layers
+    names = tuple(path or f"layer {index}" for index, (path, _) in enumerate(row))
+    layers = tuple(layer for _, layer in row)
+    cut, costs = cut_layers(layers, stages, layers_per_stage, sample=sample, costs=costs, rank_of_stage=rank_of_stage)
+    return Partition(names, layers, cut, costs)
+
+
+def cut_layers(
+    layers: Sequence[nn.Module],
+    stages: int,
+    layers_per_stage: Sequence[int] | str | None = None,
+    *,
+    sample: Any = None,
+    costs: Sequence[LayerCost] | None = None,
+    rank_of_stage: Sequence[int] | None = None,
+) -> tuple[Cut, tuple[LayerCost, ...] | None]:
+    """How many layers each stage has, as `partition` says, and the layers' costs where they are known."""
     if costs is not None and len(costs) != len(layers):
         raise InvalidCall(f"costs of {len(costs)} layers, but the model has {len(layers)}: give one a layer.")
     if layers_per_stage is None or layers_per_stage == "even":
@@ -146,49 +163,13 @@ def partition(
         )
     else:
         cut = given_cut(layers_per_stage, len(layers), stages)
-    return Partition(names, layers, cut, None if costs is None else tuple(costs))
+    return cut, None if costs is None else tuple(costs)
 
 
 def _measured(layers: Sequence[nn.Module], sample: Any) -> list[LayerCost]:
     if sample is None:
         raise InvalidCall('layers_per_stage = "profile" measures layers: give a sample, or costs measured before.')
     return profile_layers(layers, sample)
-
-
-def _layers_in(model: nn.Module) -> tuple[tuple[str, ...], tuple[nn.Module, ...]]:
-    """The layers' names and the layers."""
-    kind = type(model)
-    given = getattr(model, "pipeline_layers", None)
-    if callable(given):
-        layers = tuple(given())
-        own = {id(module): name for name, module in model.named_modules()}
-        names = tuple(own.get(id(layer)) or f"layer {index}" for index, layer in enumerate(layers))
-    elif isinstance(model, nn.Sequential) and kind.forward is nn.Sequential.forward:
-        names, layers = tuple(model._modules), tuple(model)
-    else:
-        why = "has a forward of its own" if isinstance(model, nn.Sequential) else "is no nn.Sequential"
-        raise InvalidCall(
-            f"{kind.__name__} cannot be cut into stages: it {why}. "
-            "Give it a method pipeline_layers() that returns its layers in order."
-        )
-    _refuse_wrong_layers(model, layers)
-    return names, layers
-
-
-def _refuse_wrong_layers(model: nn.Module, layers: Sequence[object]) -> None:
-    kind, modules = type(model).__name__, [layer for layer in layers if isinstance(layer, nn.Module)]
-    for index, layer in enumerate(layers):
-        if not isinstance(layer, nn.Module):
-            raise InvalidCall(f"{kind}: layer {index} is {type(layer).__name__}; each layer must be an nn.Module.")
-    placed = {id(each) for layer in modules for each in layer.parameters()}
-    lost = [name for name, each in model.named_parameters() if id(each) not in placed]
-    if lost:
-        raise InvalidCall(
-            f"{kind}: no layer has the parameter {lost[0]}"
-            + (f" (and {len(lost) - 1} more)" if lost[1:] else "")
-            + ". "
-            "Put it into one of the modules that pipeline_layers() returns."
-        )
 
 
 def _parameter_costs(layers: Sequence[nn.Module]) -> StageCosts:

@@ -79,6 +79,18 @@ class Exchange:
         assert theirs is not None
         return Counter(arena, offset, self._sleepers.only(_word(theirs, self.layout.sleeping)))
 
+    def counter_of_all(self, owner: int, offset: int) -> Counter:
+        """One of a rank's counters that all others may wait for."""
+        arena = self.arenas[owner]
+        assert arena is not None
+        return Counter(arena, offset, self._sleepers)
+
+    def words(self, owner: int, offset: int, num_words: int) -> memoryview:
+        """Some 64-bit words of a rank's arena."""
+        arena = self.arenas[owner]
+        assert arena is not None
+        return arena.memory[offset : offset + 8 * num_words].cast("Q")
+
     # Giving up.
 
     def give_up(self) -> None:

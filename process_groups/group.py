@@ -15,6 +15,7 @@ from process_groups.pipes import CallPipe, Pipe
 from process_groups.repeated import Repeated
 from process_groups.shared_collectives import FLAT
 from process_groups.shared_memory import SharedMemoryTransport
+from process_groups.tensor_exchange import CallTensorExchange, TensorExchange
 from process_groups.transport import POINT_TO_POINT, REDUCE_OPS, Call, Explanation, Transport, describe_terms
 from process_groups.work import CopyBack, Work
 from runtime.errors import CommunicationError, Coords, DeadlineExceeded, GroupClosed, InvalidCall, name_rank
@@ -69,6 +70,7 @@ class Group:
         self._numbers: dict[tuple[str, int | None] | None, int] = {}
         self._repeated: dict[tuple[str, int | None, int], Repeated | None] = {}
         self._pipes: dict[int, Pipe] = {}
+        self._tensor_exchange: TensorExchange | None = None
         self._closed: CommunicationError | None = None
 
     def __repr__(self) -> str:
@@ -209,6 +211,15 @@ class Group:
             else:
                 self._pipes[peer] = CallPipe(self, peer, asyncio.get_running_loop())
         return self._pipes[peer]
+
+    def tensor_exchange(self) -> TensorExchange:
+        """The exchange of tensors with all ranks of the group, for one thread at a time. Call it on the event loop."""
+        if self._tensor_exchange is None:
+            if isinstance(self._transport, SharedMemoryTransport):
+                self._tensor_exchange = self._transport.tensor_exchange(self.timeout)
+            else:
+                self._tensor_exchange = CallTensorExchange(self, asyncio.get_running_loop())
+        return self._tensor_exchange
 
     # Checks that need no other rank.
 

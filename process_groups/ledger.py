@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from process_groups.board import Page, Pulse, Ring
@@ -52,6 +52,11 @@ class Ledger:
         self._seen = [(i, m) for i, m in enumerate(members) if i != me and m.page is not None]
         self._collectives = Channel(own.collectives, [(i, m.page.collectives) for i, m in self._seen if m.page])
         self._pairs: dict[tuple[str, int | None], Channel] = {}
+
+    @property
+    def places(self) -> list[Place]:
+        """Of the group's ranks."""
+        return [member.place for member in self._members]
 
     def channel(self, call: Call) -> Channel:
         """Where a call stands in order."""
@@ -131,23 +136,34 @@ class Ledger:
     def close(self, error: CommunicationError | None) -> None:
         self._own.close(error)
 
-    async def farewell(self, deadline: float) -> None:
-        """Wait until each peer has finished all that it shares with this rank, or is gone."""
+    async def farewell(self, deadline: float, is_read_by: Callable[[int], bool] | None = None) -> None:
+        """Wait until each peer has finished all that it shares with this rank, or is gone.
+
+        `is_read_by` says whether a peer has read all that lies outside of the calls on record.
+        """
         # Shared memory has no events for the loop, so we look again and again.
-        while not all(self._is_finished(i, member) for i, member in self._seen) and time.monotonic() < deadline:  # noqa: ASYNC110
+        while not self._are_finished(is_read_by) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
+
+    def _are_finished(self, is_read_by: Callable[[int], bool] | None) -> bool:
+        return all(
+            self._is_gone(member) or (self._is_finished(index, member) and (is_read_by is None or is_read_by(index)))
+            for index, member in self._seen
+        )
+
+    @staticmethod
+    def _is_gone(member: Member) -> bool:
+        page = member.page
+        assert page is not None
+        has_given_up = page.has_left or page.broken_by() is not None
+        return has_given_up or (member.pulse is not None and member.pulse.is_dead())
 
     def _is_finished(self, index: int, member: Member) -> bool:
         page = member.page
         assert page is not None
         return (
-            page.has_left
-            or page.broken_by() is not None
-            or (member.pulse is not None and member.pulse.is_dead())
-            or (
-                page.collectives.finished >= self._own.collectives.issued
-                and page.receives[self._me].finished >= self._own.sends[index].issued
-            )
+            page.collectives.finished >= self._own.collectives.issued
+            and page.receives[self._me].finished >= self._own.sends[index].issued
         )
 
     def _partners(self, call: Call) -> list[tuple[int, Member]]:

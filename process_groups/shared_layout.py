@@ -12,6 +12,7 @@ CHUNK = 2 << 20  # bytes of a staging slot: large enough that few rounds are nee
 NUM_PACKETS = 4  # under way from one rank to another
 PACKET = 128 << 10  # bytes
 NUM_MESSAGES = 32  # of a pipe, under way from one rank to another
+NUM_ROOMS = 2  # for a rank's parts of tensors that are exchanged: one is read while the next is written
 MESSAGE_WORDS = 256  # of 8 bytes, with one for their number: what a message consists of, and where that lies
 
 
@@ -43,6 +44,12 @@ class GroupLayout:
         """How many threads of the owner may be asleep."""
         return self.start + 5 * _LINE
 
+    @property
+    def posted(self) -> int:
+        """Words about parts of tensors that the owner exchanges: how many it has posted, where the latest lie (a word a
+        room), how many results it has taken."""
+        return self.start + 6 * _LINE
+
     def offer(self, round_number: int) -> int:
         """Where the owner's registered buffer of that round lies, plus 1; 0 when it has none."""
         return self.start + (2 + round_number % 2) * _LINE
@@ -72,7 +79,7 @@ class GroupLayout:
         return self._of_peer(3, peer) + packet % NUM_PACKETS * 16
 
     def _of_peer(self, kind: int, peer: int) -> int:
-        return self.start + (6 + kind * self.size + peer) * _LINE
+        return self.start + (7 + kind * self.size + peer) * _LINE
 
     def slot(self, round_number: int) -> int:
         """The staging slot of a round."""
@@ -93,7 +100,7 @@ class GroupLayout:
 
     @staticmethod
     def _control_size(size: int) -> int:
-        return -(-(6 + 6 * size) * _LINE // _PAGE) * _PAGE
+        return -(-(7 + 6 * size) * _LINE // _PAGE) * _PAGE
 
 
 def lay_out(group_sizes: Sequence[int]) -> list[GroupLayout]:

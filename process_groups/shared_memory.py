@@ -22,6 +22,7 @@ from process_groups.strategies.execute import SharedLink, all_reduce_steps
 from process_groups.strategies.measurements import layout_of
 from process_groups.strategies.program import Program
 from process_groups.strategies.programs import program_of
+from process_groups.tensor_exchange import SharedTensorExchange
 from process_groups.transport import POINT_TO_POINT, Call, Explanation
 from runtime.errors import CommunicationError, GroupClosed
 
@@ -55,6 +56,7 @@ class SharedMemoryTransport:
         self._links = {peer: SharedLink(self._exchange, peer) for peer in range(len(arenas)) if peer != me}
         self._adaptive = Adaptive(self._steps, self._scratch, me, layout_of(self.name, (0,) * len(arenas)), pinned)
         self._has_given_up = False
+        self._tensor_exchange: SharedTensorExchange | None = None
 
     def _make_lane(self, what: str) -> Lane:
         name = f"parallel3d-{self._name_of_group}-{what}"
@@ -78,6 +80,20 @@ class SharedMemoryTransport:
         """To and from a peer, for the engine thread."""
         call = Call("recv", peer=peer, number=sys.maxsize, terms="a message")  # one that will never have been made
         return SharedPipe(self._exchange, peer, self._patience, lambda: self._ledger.trouble(call))
+
+    def tensor_exchange(self, timeout: float) -> SharedTensorExchange:
+        """With all ranks of the group, for the engine thread; one a group, for each counts what the peers do."""
+        if self._tensor_exchange is None:
+            call = Call("all_reduce", number=sys.maxsize, terms="an exchange of tensors")  # never made, as above
+            self._tensor_exchange = SharedTensorExchange(
+                self._exchange,
+                self._name_of_group,
+                self._ledger.places,
+                self._patience,
+                timeout,
+                lambda: self._ledger.trouble(call),
+            )
+        return self._tensor_exchange
 
     def quick(self, call: Call) -> Quick | None:
         """How such a call is carried out at once, if it is small."""
@@ -151,7 +167,8 @@ class SharedMemoryTransport:
 
     async def close(self, deadline: float) -> None:
         if not self._has_given_up:
-            await self._ledger.farewell(deadline)
+            exchange = self._tensor_exchange
+            await self._ledger.farewell(deadline, None if exchange is None else exchange.is_read_by)
         if not self._has_given_up:  # nor meanwhile
             self._has_given_up = True
             self._ledger.close(None)

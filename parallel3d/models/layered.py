@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
-from parallel3d.cuts import bounds, given_cut
-from parallel3d.partition import Chain
+from parallel3d.cuts import Cut, bounds, given_cut
+from parallel3d.layer_costs import LayerCost
+from parallel3d.partition import Chain, cut_layers
 from runtime.errors import InvalidCall
 
 
@@ -46,6 +48,21 @@ class LayeredModel:
     def row(self) -> tuple[str, ...]:
         """All that is called, in order."""
         return (*self.before, *self.layers, *self.after)
+
+    def cut(
+        self,
+        stages: int,
+        layers_per_stage: Sequence[int] | str | None = None,
+        *,
+        sample: Any = None,
+        costs: Sequence[LayerCost] | None = None,
+        rank_of_stage: Sequence[int] | None = None,
+    ) -> Cut:
+        """How many layers each stage has, as `partition` says. What is called before the first layer counts with it,
+        and what is called after the last with that."""
+        units = [self.stage([1] * len(self.layers), layer) for layer in range(len(self.layers))]
+        cut, _ = cut_layers(units, stages, layers_per_stage, sample=sample, costs=costs, rank_of_stage=rank_of_stage)
+        return cut
 
     def stage(self, layers_per_stage: Sequence[int], stage: int) -> Chain:
         """A stage's part of the row as one module. Its children are called after their place in the whole row, so that
