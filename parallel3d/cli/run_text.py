@@ -91,9 +91,9 @@ def time_table(record: RunRecord) -> str:
     each = [record.parts(rank) for rank in told]
     rows = [(record.name(rank), parts) for rank, parts in zip(told, each, strict=True)]
     rows += [("all ranks", mean_of(each))] if len(told) > 1 else []
-    width = max(len(name) for name, _ in rows)
-    lines = [f"{'where the time went':<{width}}" + "".join(f"{part:>11}" for part in PARTS)]
-    width = max(width, len("where the time went"))
+    title = "where the time went"
+    width = max(len(title), *(len(name) for name, _ in rows))
+    lines = [f"{title:<{width}}" + "".join(f"{part:>11}" for part in PARTS)]
     lines += [
         f"{name:<{width}}" + "".join(f"{100 * parts.shares()[part]:>9.1f} %" for part in PARTS) for name, parts in rows
     ]
