@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import hashlib
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,20 +13,16 @@ import torch
 
 from parallel3d.blueprint import draw
 from parallel3d.config import RunConfig
-from parallel3d.data import Batch, Batches, Dataset, Sampler, make_dataset
+from parallel3d.data import Batch, Batches
 from parallel3d.executor import Begun, Executor
-from parallel3d.gradient_sync import GradientSync
 from parallel3d.learning_rate import learning_rate
-from parallel3d.losses import StepLoss, make_loss
 from parallel3d.optimizer import Optimizer
 from parallel3d.performance import Performance, TrainStep
 from parallel3d.rank_mesh import Mesh, mesh
-from parallel3d.rank_part import RankPart, assemble, measure_cut
-from parallel3d.schedules.actions import Kind
+from parallel3d.rank_part import assemble, measure_cut
 from parallel3d.schedules.gpipe import gpipe_of_stages
 from parallel3d.schedules.table import Table
 from parallel3d.sharding import Shards
-from parallel3d.vocabulary import gather_logits, vocab_cross_entropy
 from parallel3d.whole_weights import gather_weights
 from runtime.errors import InvalidCall, name_rank
 
