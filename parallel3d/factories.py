@@ -21,6 +21,8 @@ from runtime.errors import ConfigError
 _PYTHON = tuple(
     str(Path(sysconfig.get_path(name)).resolve()) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
+# Some of torch's own fill a screen.
+_LONGEST_TEXT = 500
 _OURS = str(Path(__file__).resolve().parent) + os.sep
 
 
@@ -62,14 +64,23 @@ def telling(key: str, value: Any, doing: str) -> Iterator[None]:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        text = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
         where = _where(error)
-        raise refusal(key, value, f"{doing} raised {text}", f"It is from {where}." if where else "") from error
+        raise refusal(key, value, f"{doing} raised {_text(error)}", f"It is from {where}." if where else "") from error
 
 
 def refusal(key: str, value: Any, message: str, remedy: str = "") -> ConfigProblems:
     """An error that names the key. Its place in the file is not known any more."""
     return ConfigProblems([Problem(Place("configuration"), key, show(value), message, remedy)])
+
+
+def _text(error: BaseException) -> str:
+    """In one line, and harmless to a terminal."""
+    text = " ".join(str(error).split())
+    if not text.isprintable():
+        text = text.encode("ascii", "backslashreplace").decode()
+    if len(text) > _LONGEST_TEXT:
+        text = f"{text[:_LONGEST_TEXT]}…"
+    return f"{type(error).__qualname__}: {text}" if text else type(error).__qualname__
 
 
 def _where(error: BaseException) -> str | None:
