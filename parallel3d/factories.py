@@ -32,7 +32,7 @@ def load_factory(key: str, name: str) -> Callable[..., Any]:
             raise problem_of_key(key, name, f"{module_name} has no {path}.", remedy)
         found = getattr(found, part)
     if not callable(found):
-        message = f"{path} is {_a(found)}, which cannot be called."
+        message = f"{path} is a value of type {type(found).__name__}, which cannot be called."
         raise problem_of_key(key, name, message, "Name a function or a class.")
     return found  # type: ignore[no-any-return]
 
@@ -42,7 +42,7 @@ def call_factory(key: str, name: str, **keywords: Any) -> Any:
     factory = load_factory(key, name)
     try:
         return factory(**keywords)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         given = ", ".join(keywords) or "no arguments"
         message = f"it was called with {given}, and raised {told(error)}."
         raise problem_of_key(key, name, message, "Mend it, or name another.") from error
@@ -53,10 +53,6 @@ def told(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
     return f"{' '.join(traceback.format_exception_only(error)[-1].split())}{place}"
-
-
-def _a(value: Any) -> str:
-    return f"of type {type(value).__name__}"
 
 
 def _put_current_folder_on_path() -> None:

@@ -31,7 +31,7 @@ def make_dataset(config: RunConfig) -> Dataset:
     if config.data.factory is not None:
         dataset: Dataset = make_user_dataset(config.data.factory, config.train.seed)
         if len(dataset) < config.batch_size:
-            message = f"its {len(dataset)} samples are fewer than those of one step, {config.batch_size}."
+            message = f"len(d) is {len(dataset)}, and one step takes {config.batch_size} samples."
             remedy = f"Make it longer, or set train.batch_size to {len(dataset)} or less."
             raise problem_of_key("data.factory", config.data.factory, message, remedy)
         return dataset

@@ -14,8 +14,11 @@ from runtime.errors import InvalidCall
 class Sampler:
     """Passes over the data, one after the other without a gap: step k takes the samples from k * batch_size on.
 
-    pass 0 | 3 0 | 4 1 | 2     seed, 5 samples, batches of 2: step 2 ends one pass and begins the next
-    pass 1 |             4 | 0 2 | ...
+    seed 0, 5 samples, batches of 2:
+
+    step   | 0   | 1   | 2   | 3   | 4
+    pass 0 | 2 1 | 3 0 | 4
+    pass 1 |           |   2 | 4 3 | 1 0
 
     A step's samples are the same for every dp; replica r takes the r-th part of them. Nothing is remembered between
     steps, so a run goes on from any of them.

@@ -83,9 +83,12 @@ def text_files(path: str) -> list[TextFile]:
 def standard_library() -> list[TextFile]:
     """Python's own modules, the same on every machine with the same Python."""
     root = sysconfig.get_path("stdlib")
-    paths = (path for path in _walk(root, _NOT_OF_LIBRARY) if path.endswith(".py"))
-    own = (path for path in paths if _module(root, path) in sys.stdlib_module_names)
-    files = [file for file in map(_with_size, own) if file.num_bytes]
+    # Not everything there is Python's own: packages are installed into it, and it is configured for the machine.
+    own = sys.stdlib_module_names - _NOT_OF_LIBRARY
+    names = sorted(os.listdir(root)) if os.path.isdir(root) else []
+    modules = [os.path.join(root, name) for name in names if name.removesuffix(".py") in own]
+    paths = [path for module in modules for path in _inside(module) if path.endswith(".py")]
+    files = [file for file in map(_with_size, paths) if file.num_bytes]
     if not files:
         message = f"no sources of the standard library in {root}."
         raise problem_of_key("data.path", None, message, "Set data.path to a text file or a folder of them.")
@@ -111,6 +114,11 @@ def _unreadable(path: str, error: OSError) -> ConfigProblems:
     return problem_of_key("data.path", path, f"{where}{reason}.", remedy or "Name a file that can be read.")
 
 
+def _inside(path: str) -> Iterator[str]:
+    """The module's file, or its package's files."""
+    return _walk(path, _NOT_OF_LIBRARY) if os.path.isdir(path) else iter((path,))
+
+
 def _walk(root: str, leave_out: frozenset[str] = frozenset()) -> Iterator[str]:
     """Files under the folder in the order of their paths, part by part; hidden ones are left out."""
     with os.scandir(root) as entries:
@@ -130,7 +138,3 @@ def _with_size(path: str) -> TextFile:
 def _is_text(path: str) -> bool:
     with open(path, "rb", buffering=0) as file:
         return b"\0" not in file.read(_LOOKED_AT)
-
-
-def _module(root: str, path: str) -> str:
-    return os.path.relpath(path, root).split(os.sep)[0].removesuffix(".py")

@@ -40,7 +40,7 @@ class UserDataset:
     def _sample(self, index: int) -> Any:
         try:
             return self._dataset[index]
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(f"data.factory = {self._factory}: sample {index} raised {told(error)}.") from error
 
     def _collated(self, samples: Sequence[Any], indices: Sequence[int]) -> Batch:
@@ -56,7 +56,7 @@ def make_user_dataset(factory: str, seed: int) -> UserDataset:
     with _seeded(seed):
         dataset = call_factory("data.factory", factory)
     if not hasattr(type(dataset), "__len__") or not hasattr(type(dataset), "__getitem__"):
-        message = f"it returned a {type(dataset).__name__}, which has no len(d) or no d[i]."
+        message = f"it returned a value of type {type(dataset).__name__}, which has no len(d) or no d[i]."
         raise _refused(factory, message)
     try:
         length = len(dataset)

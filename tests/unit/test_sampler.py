@@ -92,6 +92,11 @@ def test_replicas_never_share_a_sample_inside_a_pass(num_samples, dp, step):
         assert len(set(indices)) == 4 * dp
 
 
+def test_the_picture_in_the_docstring():
+    sampler = Sampler(5, 2, seed=0)
+    assert [sampler.indices(step) for step in range(5)] == [[2, 1], [3, 0], [4, 2], [4, 3], [1, 0]]
+
+
 def test_passes_and_seeds_have_orders_of_their_own():
     def passes(seed: int) -> list[list[int]]:
         sampler = Sampler(100, 100, seed=seed)
