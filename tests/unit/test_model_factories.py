@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from parallel3d.config import load_config
-from parallel3d.factories import load_named
+from parallel3d.factories import load_factory
 from parallel3d.models.build import build_model
 from parallel3d.models.gpt import Gpt
 from parallel3d.models.layered import LayeredModel
@@ -45,6 +45,7 @@ class Net(nn.Module):
 
 """
 
+LINES = HEADER.count("\n")
 Write = Callable[[str], str]
 
 
@@ -213,8 +214,7 @@ def test_a_model_may_have_a_plan_of_its_own(write):
 
 
 def told(key: str, value: str, *lines: str) -> str:
-    first = f"configuration  {key} = {value}: {lines[0]}"
-    return "\n".join((first, *(f"{' ' * len('configuration  ')}{line}" for line in lines[1:])))
+    return "\n".join((f"{key} = {value}: {lines[0]}", *lines[1:]))
 
 
 def test_a_name_that_is_not_there(write):
@@ -223,21 +223,27 @@ def test_a_name_that_is_not_there(write):
         "model.factory", f'"{name}:biuld"', f"{name} has no biuld.", "Did you mean build?"
     )
     assert refusal(f"{name}:qqqqqqq") == told(
-        "model.factory", f'"{name}:qqqqqqq"', f"{name} has no qqqqqqq.", "Define qqqqqqq there."
+        "model.factory", f'"{name}:qqqqqqq"', f"{name} has no qqqqqqq.", "Check the name after the colon."
     )
 
 
 def test_a_name_that_cannot_be_called(write):
     name = write("size = 3\n")
     assert refusal(f"{name}:size") == told(
-        "model.factory", f'"{name}:size"', "size is int, which cannot be called.", "Name a callable."
+        "model.factory",
+        f'"{name}:size"',
+        "size is a value of type int, which cannot be called.",
+        "Name a function or a class.",
     )
 
 
 def test_something_else_than_a_model(write):
     name = write("def build():\n    return [Net()]\n")
     assert refusal(f"{name}:build") == told(
-        "model.factory", f'"{name}:build"', "it returned list, which is no nn.Module.", "Return the model."
+        "model.factory",
+        f'"{name}:build"',
+        "it returned a value of type list, which is no nn.Module.",
+        "Return the model.",
     )
 
 
@@ -250,12 +256,11 @@ def test_something_else_than_a_model(write):
         ("def build():\n    inner()\n\ndef inner():\n    nn.Linear(-1, 1)\n", 5, "RuntimeError: "),
     ],
 )
-def test_a_factory_that_raises(write, here, text, line, error):
+def test_a_factory_that_raises(write, text, line, error):
     name = write(text)
     found = refusal(f"{name}:build")
-    where = f"{here}/{name}.py:{HEADER.count(chr(10)) + line}"
-    assert found.startswith(f'configuration  model.factory = "{name}:build": the call raised {error}')
-    assert found.endswith(f"\n               It is from {where}.")
+    assert found.startswith(f'model.factory = "{name}:build": it was called with no arguments, and raised {error}')
+    assert found.endswith(f" ({name}.py:{LINES + line}).\nMend it, or name another.")
     assert found.count("\n") == 1
 
 
@@ -264,7 +269,8 @@ def test_arguments_that_the_factory_does_not_take(write):
     assert refusal(f"{name}:build", model__args={"wdith": 3}) == told(
         "model.factory",
         f'"{name}:build"',
-        "the call raised TypeError: build() got an unexpected keyword argument 'wdith'",
+        "it was called with wdith, and raised TypeError: build() got an unexpected keyword argument 'wdith'.",
+        "Mend it, or name another.",
     )
 
 
@@ -277,11 +283,20 @@ def test_arguments_that_the_factory_does_not_take(write):
         ("raise SystemExit('no')\n", 1, "SystemExit: no"),
     ],
 )
-def test_a_module_that_cannot_be_imported(write, here, text, line, error):
+def test_a_module_that_cannot_be_imported(write, text, line, error):
     name = write(text)
     found = refusal(f"{name}:build")
-    assert f"importing {name} raised {error}" in found
-    assert found.endswith(f"It is from {here}/{name}.py:{HEADER.count(chr(10)) + line}.")
+    assert found.startswith(f'model.factory = "{name}:build": {name} cannot be imported: {error}')
+    assert found.endswith(f" ({name}.py:{LINES + line}).\nTry: python -c 'import {name}'.")
+
+
+def test_an_error_elsewhere_is_told_with_its_place(here, write):
+    (here / "deeper").mkdir()
+    (here / "deeper" / "inside_3d.py").write_text("import json\n\ndef fail():\n    json.loads('{')\n")
+    name = write("import sys\nsys.path.append('deeper')\nimport inside_3d\nbuild = inside_3d.fail\n")
+    assert "raised json.decoder.JSONDecodeError: Expecting property name" in refusal(f"{name}:build")
+    assert "(deeper/inside_3d.py:4)" in refusal(f"{name}:build")
+    del sys.modules["inside_3d"]
 
 
 def test_the_cause_is_kept(write):
@@ -339,12 +354,12 @@ def test_a_number_of_layers_that_does_not_fit(write, overrides, key, value, mess
     assert refusal(f"{write('')}:Net", model__layers="blocks.*", **overrides) == told(key, value, message)
 
 
-def test_pipeline_layers_that_raises_or_loses_a_parameter(write, here):
+def test_pipeline_layers_that_raises_or_loses_a_parameter(write):
     raises = "class Model(Net):\n    def pipeline_layers(self):\n        return [self.missing]\n"
     name = write(raises)
     found = refusal(f"{name}:Model", parallel__pp=2)
     assert "pipeline_layers() raised AttributeError: 'Model' object has no attribute 'missing'" in found
-    assert found.endswith(f"It is from {here}/{name}.py:{HEADER.count(chr(10)) + 3}.")
+    assert found.endswith(f" ({name}.py:{LINES + 3}).")
     loses = "class Model(Net):\n    def pipeline_layers(self):\n        return [*self.blocks]\n"
     name = write(loses)
     assert refusal(f"{name}:Model") == told(
@@ -412,4 +427,6 @@ def test_a_plan_of_the_models_own_that_is_none(write, plan, lines):
 
 
 def test_what_is_installed_can_be_named_too():
-    assert load_named("data.factory", "json.decoder:JSONDecoder") is importlib.import_module("json.decoder").JSONDecoder
+    assert (
+        load_factory("data.factory", "json.decoder:JSONDecoder") is importlib.import_module("json.decoder").JSONDecoder
+    )
