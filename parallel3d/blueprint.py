@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import nn
-
 from parallel3d.config import RunConfig
 from parallel3d.models.build import build_model
 from parallel3d.models.layered import LayeredModel
-from parallel3d.partition import partition
 from parallel3d.schedules.build import build
 from parallel3d.schedules.limits import is_csv
 from parallel3d.schedules.table import Table
@@ -37,7 +34,8 @@ def draw(config: RunConfig, layers_per_stage: Sequence[int] | None = None) -> Bl
     model, table = build_model(config), table_of(config)
     if layers_per_stage is None:
         how = config.pipeline.layers_per_stage
-        layers_per_stage = cut(model, table, "even" if how == "profile" else how)
+        how = "even" if how == "profile" else how
+        layers_per_stage = model.cut(table.stages, how, rank_of_stage=table.rank_of_stage)
     plan = model.plan if config.parallel.tensor_plan is None else config.parallel.tensor_plan
     shards = plan_shards(
         model,
@@ -58,15 +56,3 @@ def table_of(config: RunConfig) -> Table:
     if deadlock is not None:
         raise ScheduleDeadlock(deadlock)
     return table
-
-
-def cut(model: LayeredModel, table: Table, how: Sequence[int] | str | None, sample: object = None) -> tuple[int, ...]:
-    """Layers of each stage. `profile` measures with the sample, for which the model has to have weights."""
-    rows = nn.Sequential(*layer_rows(model))
-    return partition(rows, table.stages, how, sample=sample, rank_of_stage=table.rank_of_stage).layers_per_stage
-
-
-def layer_rows(model: LayeredModel) -> list[nn.Module]:
-    """Each layer alone; the first with what comes before, the last with what comes after."""
-    each_alone = [1] * len(model.layers)
-    return [model.stage(each_alone, index) for index in range(len(each_alone))]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,18 +16,15 @@ from parallel3d.blueprint import draw
 from parallel3d.config import RunConfig
 from parallel3d.data import Batch, Batches, Dataset, Sampler, make_dataset
 from parallel3d.executor import Begun, Executor
-from parallel3d.gradient_sync import GradientSync
 from parallel3d.learning_rate import learning_rate
-from parallel3d.losses import StepLoss, make_loss
 from parallel3d.optimizer import Optimizer
 from parallel3d.performance import Performance, TrainStep
 from parallel3d.rank_mesh import Mesh, mesh
-from parallel3d.rank_part import RankPart, assemble, measure_cut
-from parallel3d.schedules.actions import Kind
+from parallel3d.rank_part import assemble, measure_cut
 from parallel3d.schedules.gpipe import gpipe_of_stages
 from parallel3d.schedules.table import Table
+from parallel3d.seeding import seed_of
 from parallel3d.sharding import Shards
-from parallel3d.vocabulary import gather_logits, vocab_cross_entropy
 from parallel3d.whole_weights import gather_weights
 from runtime.errors import InvalidCall, name_rank
 
@@ -46,7 +42,10 @@ class Coordinator:
         self._steps: list[TrainStep] = []
         self._begun: _Pass | None = None
         self._own_rate: float | None = None
+        self._dataset: Dataset | None = None
         self._waited = 0.0
+        self._scale: float | None = None
+        """Of the gradients that `backward_pass` left."""
 
     @classmethod
     def from_config(cls, config: str | Path | RunConfig, *, overrides: Mapping[str, Any] | None = None) -> Coordinator:
@@ -95,9 +94,21 @@ class Coordinator:
             return None
         found = torch.zeros(self.config.num_stages, dtype=torch.int64, device=self.mesh.world.device)
         if self.mesh.world.rank == 0:
-            sample = self._sampler().indices(0)[:1]
-            found += torch.tensor(await self.mesh.compute(measure_cut, self.config, self._dataset.batch(sample)))
+            data = await self._data()
+            size = self.config.batch_size // self.mesh.dp.size // self.config.pipeline.microbatches
+            sample = data.batch(self._sampler(data).indices(0)[:size])
+            found += torch.tensor(await self.mesh.compute(measure_cut, self.config, sample.inputs))
         return (await self.mesh.world.broadcast(found, root=0, timeout=self.config.comm.startup_timeout)).tolist()
+
+    async def _data(self) -> Dataset:
+        """Made when it is first asked for: who brings batches needs none."""
+        if self._dataset is None:
+            self._dataset = await asyncio.to_thread(make_dataset, self.config)
+        return self._dataset
+
+    def _sampler(self, data: Dataset) -> Sampler:
+        dp, config = self.mesh.dp, self.config
+        return Sampler(len(data), config.batch_size, dp.size, dp.rank, config.train.seed, config.data.shuffle)
 
     # What users ask for.
 
@@ -130,10 +141,13 @@ class Coordinator:
 
     async def batches(self, first: int = 0) -> AsyncIterator[Batch]:
         """This replica's part of each step's batch, from step `first` to the configuration's last; loaded ahead."""
-        batches = Batches(self._dataset, self._sampler(), first, self.config.train.steps, self.config.data.prefetch)
-        async with batches:
+        data = await self._data()
+        stop, prefetch = self.config.train.steps, self.config.data.prefetch
+        async with Batches(
+            data, self._sampler(data), first=first, stop=stop, prefetch=prefetch, timeout=self.config.comm.timeout
+        ) as batches:
             async for batch in batches:
-                self._waited = batches.last_wait
+                self._waited = batches.last_waited
                 yield batch
 
     async def train_step(self, batch: Batch | tuple[Any, Any]) -> TrainStep:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
 
+from parallel3d.factories import load_named
 from runtime.errors import InvalidCall
 
 IGNORED = -100  # torch's own: a target that counts for nothing
@@ -72,7 +72,7 @@ class OwnLoss:
     """A function of the user's own, of (output, target): a mean over its samples, or (sum, count)."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._function = name, load_function("model.loss", name)
+        self._name, self._function = name, load_named("model.loss", name)
         self._counted = 0.0
 
     def __call__(self, output: Any, target: Any) -> torch.Tensor:
@@ -96,19 +96,6 @@ class OwnLoss:
 
 def _shape(value: object) -> str:
     return f"a tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-def load_function(key: str, name: str) -> Callable[..., Any]:
-    """`package.module:function`, as a key of the configuration names it."""
-    module, _, path = name.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in path.split("."):
-        if not hasattr(found, part):
-            raise InvalidCall(f"{key} = {name}: {module} has no {part}.")
-        found = getattr(found, part)
-    if not callable(found):
-        raise InvalidCall(f"{key} = {name}: {type(found).__name__} can't be called.")
-    return found  # type: ignore[no-any-return]
 
 
 def make_loss(name: str, cross_entropy: Sum = cross_entropy_sum) -> StepLoss:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel3d.blueprint import Blueprint, cut, layer_rows, table_of
+from parallel3d.blueprint import Blueprint, table_of
 from parallel3d.config import RunConfig
 from parallel3d.models.build import build_model
 from parallel3d.models.materialize import materialize
@@ -100,6 +100,5 @@ def measure_cut(config: RunConfig, sample: Any) -> tuple[int, ...]:
     For one rank: it holds the whole model while it measures.
     """
     table, model = table_of(config), build_model(config)
-    modules = {path: module for row in layer_rows(model) for path, module in model.located(row)}
-    materialize(model, modules.items(), config.train.seed, DTYPES[config.train.precision], torch.device("cpu"))
-    return cut(model, table, "profile", sample)
+    materialize(model, [("", model.whole)], config.train.seed, DTYPES[config.train.precision], "cpu")
+    return model.cut(table.stages, "profile", sample=sample, rank_of_stage=table.rank_of_stage)

@@ -117,5 +117,9 @@ async def check(given: dict[str, Any]) -> None:
         assert list(weights) == list(expected)
         for name, values in expected.items():
             torch.testing.assert_close(
-                weights[name], values, rtol=0, atol=1e-9 if in_float64 else 1e-5, msg=lambda text, n=name: f"{n}: {text}"
+                weights[name],
+                values,
+                rtol=0,
+                atol=1e-9 if in_float64 else 1e-5,
+                msg=lambda text, n=name: f"{n}: {text}",
             )

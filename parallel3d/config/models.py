@@ -188,19 +188,25 @@ class Data(Section):
     """`text`: bytes of text files. `tokens`: a file of token numbers, mapped from disk. Both are cut into samples of
     `sequence` tokens, each with the tokens that follow as its target. Not read when `factory` is given."""
     path: str | None = None
-    """`text`: a file, or a folder, whose text files are read in the order of their names; null: the Python standard
-    library's own sources, so that a first run needs no download. `tokens`: the file."""
+    """`text`: a file, taken as it is; or a folder, of which all files are read, also in folders inside, one after the
+    other in the order of their paths, except hidden ones, empty ones and those with a zero byte among their first
+    8192, which are no text. Null: the Python standard library's own sources without its tests, so that a first run
+    needs no download. `tokens`: the file."""
     token_type: TokenType = "uint16"
-    """Of the numbers in a file of tokens, little-endian: `uint8`, `uint16`, `int32` or `int64`."""
+    """Of the numbers in a file of tokens, which has nothing else in it, little-endian: `uint8`, `uint16`, `int32` or
+    `int64`. Not read for other sources."""
     sequence: Count | None = None
-    """Tokens of one sample. Null: `model.args.sequence`, or 128 where a model of your own has no such keyword."""
+    """Tokens of one sample. Null: `model.args.sequence`, or 128 where a model of your own has no such keyword. Not read
+    when `factory` is given."""
     shuffle: bool = True
     """Whether every pass over the data has an order of its own, drawn from `train.seed`; else that of the data."""
     prefetch: Count = 2
-    """Steps whose samples are loaded ahead."""
+    """Steps whose samples are loaded ahead, in a thread of each rank."""
     factory: Factory | None = None
-    """`"package.module:callable"` that returns a map-style dataset: `len(d)`, and `d[i]` gives (input,
-    target). Cannot stand beside `path`."""
+    """`"package.module:callable"` that returns a map-style dataset: `len(d)`, and `d[i]` gives (input, target). It is
+    called without arguments, on every rank with the same random numbers, those of `train.seed`. Inputs and targets are
+    tensors, arrays or numbers, which are stacked; an input may also be a tuple of them. `d[i]` is called in a thread
+    of its own, and must give the same on every rank. Cannot stand beside `path`."""
 
 
 class Parallel(Section):
