@@ -1,4 +1,4 @@
-"""What is found out about a run before its ranks start: whether its model can be built and cut as configured."""
+"""What is found out about a run before its ranks start: whether it can be built, cut and fed as configured."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ from runtime.errors import ConfigError, InvalidCall
 
 
 def check_before_start(config: RunConfig) -> ModelFacts:
-    """Build the model without memory, its pipeline's table and its tensor plan; ConfigError says what is wrong."""
+    """Build the model without memory, its pipeline's table, its tensor plan and its dataset, and find its loss.
+
+    Raises ConfigError, which names the key at fault.
+    """
     from parallel3d.blueprint import draw  # torch takes seconds
+    from parallel3d.data import make_dataset
+    from parallel3d.losses import make_loss
 
     try:
         model = draw(config).model
+        make_loss(config.model.loss)
+        make_dataset(config)
     except InvalidCall as error:
         raise ConfigError(str(error)) from error
     parameters = sum(parameter.numel() for parameter in model.whole.parameters())

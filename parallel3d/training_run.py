@@ -25,7 +25,8 @@ from runtime.script import Target
 from runtime.threads import DaemonThreads
 
 EXIT_FAILED, EXIT_HUNG = 4, 124
-PRELOAD = ("torch", "torch.distributed", "numpy", "uvloop", "parallel3d.trainer")
+# torch imports its compiler with the first optimizer: over a second, once instead of in every rank.
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "numpy", "uvloop", "parallel3d.trainer")
 _RANK = Target("parallel3d.trainer", is_module=True)
 _SHADOW_CHECK = "parallel3d.shadows:refuse_shadows"
 _STOP_SECONDS = 3.0
@@ -85,13 +86,13 @@ class Run:
         place: str = "runtime.run_dir",
         facts: ModelFacts | None = None,
         warm: WarmServer | None = None,
-        target: Target = _RANK,
+        target: Target | None = None,
         on_step: Callable[[RunStep], None] | None = None,
     ) -> None:
         """`place` is where the user named the folder; `facts` are those of a check that was made already."""
         check_run_dir(config, place)
         self.config, self.run_id = config, new_run_id()
-        self._place, self._facts, self._warm, self._target, self._on_step = place, facts, warm, target, on_step
+        self._place, self._facts, self._warm, self._target, self._on_step = place, facts, warm, target or _RANK, on_step
         self._wish: dict[str, Any] = {"number": 0, "stops": False, "learning_rate": None}
         self._waiting: dict[int, asyncio.Future[int | None]] = {}
         """For all ranks to agree to a wish, by its number."""

@@ -1,6 +1,6 @@
 """A coordinator that computes nothing, on a real mesh: for tests of how runs live, stop and fail.
 
-The environment variable STAND_IN says what goes wrong: `raise`, `kill`, `hang` or `slow`, a rank and a step.
+The environment variable STAND_IN says what goes wrong: `raise`, `kill`, `hang` or `speak`, a rank and a step.
 """
 
 from __future__ import annotations
@@ -98,5 +98,5 @@ class StandIn:
     async def _hang(self) -> None:
         await asyncio.sleep(3600)
 
-    async def _slow(self) -> None:
-        await asyncio.sleep(1.0)
+    async def _speak(self) -> None:
+        print("a word")

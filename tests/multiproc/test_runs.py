@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import parallel3d
 from parallel3d.config import RunConfig, load_config
 from parallel3d.run_record import Status
+from parallel3d.training_run import Run
 from runtime.errors import ConfigError, Coords, InvalidCall, RunFailed
 from runtime.processes import descendants
 from tests.processes import SECONDS
@@ -26,8 +28,6 @@ FOR_EVER = 1_000_000
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
-    import os
-
     before = set(descendants(os.getpid()))
     yield
     left = set(descendants(os.getpid())) - before
@@ -45,6 +45,12 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 def metrics(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "run" / "metrics.json").read_text())
+
+
+async def follow(run: Run, losses: list[float]) -> None:
+    async with asyncio.timeout(SECONDS), run:
+        async for step in run:
+            losses.append(step.loss)
 
 
 async def test_a_run_from_its_first_step_to_its_summary(tmp_path):
@@ -76,6 +82,7 @@ async def test_a_run_from_its_first_step_to_its_summary(tmp_path):
     assert {"0F0", "0B0", "all_reduce dp", "step 5"} <= {event["name"] for event in trace}
 
 
+@pytest.mark.slow
 async def test_a_learning_rate_counts_from_one_step_on_for_all_ranks(tmp_path):
     async with asyncio.timeout(SECONDS), stand_in_run(config_of(tmp_path, FOR_EVER)) as run:
         first = await run.set_learning_rate(1e-5)
@@ -99,6 +106,7 @@ async def test_a_learning_rate_that_is_none(tmp_path, rate):
             await run.set_learning_rate(rate)
 
 
+@pytest.mark.slow
 async def test_leaving_the_block_early_stops_the_ranks(tmp_path):
     async with asyncio.timeout(SECONDS), stand_in_run(config_of(tmp_path, FOR_EVER)) as run:
         async for step in run:
@@ -110,6 +118,7 @@ async def test_leaving_the_block_early_stops_the_ranks(tmp_path):
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == FILES
 
 
+@pytest.mark.slow
 async def test_leaving_the_block_in_a_step_that_does_not_end(tmp_path, monkeypatch):
     monkeypatch.setenv(STAND_IN, "hang 1 2")
     async with asyncio.timeout(SECONDS), stand_in_run(config_of(tmp_path, FOR_EVER)) as run:
@@ -128,6 +137,7 @@ async def test_leaving_before_ranks_are_there(tmp_path):
     assert metrics(tmp_path)["final_loss"] is None
 
 
+@pytest.mark.slow
 async def test_cancelling_stops_the_ranks(tmp_path):
     begun = asyncio.Event()
 
@@ -145,14 +155,19 @@ async def test_cancelling_stops_the_ranks(tmp_path):
     assert metrics(tmp_path)["status"] == "stopped"
 
 
+@pytest.mark.slow
 async def test_an_error_of_the_app_is_its_own(tmp_path):
-    with pytest.raises(KeyError):
+    async def app() -> None:
         async with asyncio.timeout(SECONDS), stand_in_run(config_of(tmp_path, FOR_EVER)) as run:
             async for _ in run:
                 raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        await app()
     assert metrics(tmp_path)["status"] == "stopped"
 
 
+@pytest.mark.slow
 async def test_two_runs_at_once(tmp_path):
     async def app(name: str) -> list[float]:
         (tmp_path / name).mkdir()
@@ -166,11 +181,9 @@ async def test_two_runs_at_once(tmp_path):
 async def test_a_rank_that_raises(tmp_path, monkeypatch):
     monkeypatch.setenv(STAND_IN, "raise 1 2")
     run = stand_in_run(config_of(tmp_path))
-    losses = []
+    losses: list[float] = []
     with pytest.raises(RunFailed) as failed:
-        async with asyncio.timeout(SECONDS), run:
-            async for step in run:
-                losses.append(step.loss)
+        await follow(run, losses)
     error = failed.value
     assert losses == [10.0, 9.0]
     assert (error.rank, error.coords, error.step, error.exit_code) == (1, Coords(1, 0, 0), 2, 4)
@@ -187,6 +200,7 @@ async def test_a_rank_that_raises(tmp_path, monkeypatch):
     assert "step 1" in {event["name"] for event in trace}, "the last steps before it are shown"
 
 
+@pytest.mark.slow
 async def test_a_rank_that_is_killed(tmp_path, monkeypatch):
     monkeypatch.setenv(STAND_IN, "kill 1 3")
     run = stand_in_run(config_of(tmp_path))
@@ -198,25 +212,31 @@ async def test_a_rank_that_is_killed(tmp_path, monkeypatch):
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == FILES
 
 
+@pytest.mark.slow
 async def test_a_hang_is_cut(tmp_path, monkeypatch):
     monkeypatch.setenv(STAND_IN, "hang 1 1")
     run = stand_in_run(config_of(tmp_path, **{"comm.timeout": 1}))
     with pytest.raises(RunFailed, match=r"DeadlineExceeded: .*rank 1 \(dp=1 tp=0 pp=0\) has not called it"):
-        async with asyncio.timeout(SECONDS), run:
-            pass_on = [step async for step in run]
-            assert pass_on
+        await follow(run, [])
     assert run.exit_code == 124
     assert (metrics(tmp_path)["status"], metrics(tmp_path)["steps"]) == ("hung", 1)
 
 
+@pytest.mark.slow
 async def test_a_failure_that_nobody_looked_for_is_raised_at_the_end(tmp_path, monkeypatch):
     monkeypatch.setenv(STAND_IN, "raise 0 0")
-    with pytest.raises(RunFailed):
-        async with asyncio.timeout(SECONDS), stand_in_run(config_of(tmp_path, 1)) as run:
+    run = stand_in_run(config_of(tmp_path, 1))
+
+    async def app() -> None:
+        async with asyncio.timeout(SECONDS), run:
             while run.record.error is None:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.01)  # noqa: ASYNC110  # an app with other things to do
+
+    with pytest.raises(RunFailed):
+        await app()
 
 
+@pytest.mark.slow
 async def test_an_interrupted_run_ends_after_its_step(tmp_path):
     async with asyncio.timeout(SECONDS), stand_in_run(config_of(tmp_path, FOR_EVER)) as run:
         async for step in run:
@@ -231,12 +251,13 @@ async def test_a_folder_that_is_not_empty_is_refused(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine.txt").write_text("precious")
     (tmp_path / "run.yaml").write_text(f"runtime: {{run_dir: {tmp_path / 'run'}}}\n")
-    with pytest.raises(ConfigError, match="runtime.run_dir = .*not empty.*mine.txt"):
+    with pytest.raises(ConfigError, match=r"runtime.run_dir = .*not empty.*mine.txt"):
         parallel3d.start(tmp_path / "run.yaml")
-    with pytest.raises(ConfigError, match="^overrides runtime.run_dir  runtime.run_dir = .*not empty"):
+    with pytest.raises(ConfigError, match=r"^overrides runtime.run_dir  runtime.run_dir = .*not empty"):
         parallel3d.start(tmp_path / "run.yaml", overrides={"runtime.run_dir": str(tmp_path / "run")})
 
 
+@pytest.mark.slow
 async def test_a_run_has_to_be_entered_and_only_once(tmp_path):
     run = stand_in_run(config_of(tmp_path, 1))
     with pytest.raises(InvalidCall, match="not entered"):
