@@ -261,8 +261,8 @@ class Coordinator:
                 raise InvalidCall(f"the batch's {name}: a tensor with a row a sample is needed, not {found}.")
             if len(tensor) * dp != train.batch_size:
                 raise InvalidCall(
-                    f"the batch's {name} are {len(tensor)} samples of shape {tuple(tensor.shape[1:])}; a replica's part "
-                    f"is train.batch_size({train.batch_size}) / dp({dp}) = {(train.batch_size or 0) // dp}."
+                    f"the batch's {name} are {len(tensor)} samples of shape {tuple(tensor.shape[1:])}; a replica's "
+                    f"part is train.batch_size({train.batch_size}) / dp({dp}) = {(train.batch_size or 0) // dp}."
                 )
             if tensor.is_floating_point() and not tensor.isfinite().all():
                 row = int((~tensor.flatten(1).isfinite()).any(1).nonzero()[0]) if tensor.dim() > 1 else 0

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 
-from parallel3d.factories import load_named
+from parallel3d.factories import load_factory
 from runtime.errors import InvalidCall
 
 IGNORED = -100  # torch's own: a target that counts for nothing
@@ -72,7 +72,7 @@ class OwnLoss:
     """A function of the user's own, of (output, target): a mean over its samples, or (sum, count)."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._function = name, load_named("model.loss", name)
+        self._name, self._function = name, load_factory("model.loss", name)
         self._counted = 0.0
 
     def __call__(self, output: Any, target: Any) -> torch.Tensor:
@@ -80,8 +80,8 @@ class OwnLoss:
         total, count = found if isinstance(found, tuple) else (found * len(target), len(target))
         if not isinstance(total, torch.Tensor) or total.dim():
             raise InvalidCall(
-                f"model.loss = {self._name} gives {_shape(total)}; a mean over the samples, or (sum, count), is needed, "
-                "each a single number."
+                f"model.loss = {self._name} gives {_shape(total)}; a mean over the samples, or (sum, count), is "
+                "needed, each a single number."
             )
         self._counted += float(count)
         return total
@@ -99,7 +99,10 @@ def _shape(value: object) -> str:
 
 
 def make_loss(name: str, cross_entropy: Sum = cross_entropy_sum) -> StepLoss:
-    """`cross_entropy`, `mse` or a function of the user's own. `cross_entropy`: how logits that are cut are dealt with."""
+    """`cross_entropy`, `mse` or a function of the user's own.
+
+    cross_entropy: for logits that are cut.
+    """
     if name == "cross_entropy":
         return CrossEntropy(cross_entropy)
     return SquaredError() if name == "mse" else OwnLoss(name)

@@ -1,4 +1,4 @@
-"""One rank's part of a run: its stages with their weights, what they are called in the whole model, who else has them."""
+"""One rank's part of a run: its stages with their weights, what these are called, and who else has them."""
 
 from __future__ import annotations
 
