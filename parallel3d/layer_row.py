@@ -78,18 +78,18 @@ def _matching(model: nn.Module, pattern: str) -> LayerRow:
     """Goes down to the layers' parent; what stands beside the way comes before or after them, level by level."""
     *way, last = pattern.split(".")
     if last != "*" or "*" in way:
-        raise InvalidCall(f'the pattern "{pattern}" must end in its only star, such as blocks.*.')
+        raise InvalidCall("the pattern must end in its only star, such as blocks.*.")
     before: Places = ()
     after: Places = ()
     path, module = "", model
     for name in way:
         children = _children(module, path)
-        place = _place_of(name, children, _nothing(pattern, model, path))
+        place = _place_of(name, children, _nothing(model, path))
         before, after = (*before, *children[:place]), (*children[place + 1 :], *after)
         path, module = children[place]
     layers = _children(module, path)
     if not layers:
-        raise InvalidCall(f"{_nothing(pattern, model, path)} has no children.")
+        raise InvalidCall(f"{_nothing(model, path)} has no children.")
     return LayerRow(layers, before, after)
 
 
@@ -100,8 +100,8 @@ def _place_of(name: str, children: Places, nothing: str) -> int:
     return names.index(name)
 
 
-def _nothing(pattern: str, model: nn.Module, path: str) -> str:
-    return f'the pattern "{pattern}" matches nothing: {path or type(model).__name__}'
+def _nothing(model: nn.Module, path: str) -> str:
+    return f"the pattern matches nothing: {path or type(model).__name__}"
 
 
 def _refuse_wrong_modules(model: nn.Module, row: LayerRow) -> None:

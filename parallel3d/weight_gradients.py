@@ -1,13 +1,18 @@
-"""Split backward: weight gradients that wait, so that what another stage waits for comes first.
+"""Weight gradients, added by hand: into memory of their own, and later than the rest where the backward is split.
 
 The input part of a backward (I) runs autograd with `collecting`: Linear and Embedding, and whatever else calls
 `later`, leave their weight's part in a queue instead of doing it. The weight part (W) works that queue off. Nothing
 runs twice, and what knows nothing of the queue is finished in I.
+
+A parameter may have a `gradient_home`, memory that its gradient shall lie in, and an `on_gradient` that wants to be
+told of every addition. A step begins with `.grad` None; the first addition then writes the home, so that nothing has
+to be zeroed, and becomes the `.grad`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -17,6 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+
+from runtime.errors import InvalidCall
 
 Job = Callable[[], None]
 _collected: ContextVar[deque[Job] | None] = ContextVar("collected_weight_gradients", default=None)
@@ -50,55 +57,138 @@ def collecting(queue: deque[Job]) -> Iterator[None]:
         _collected.reset(token)
 
 
-def add_to_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """As autograd would."""
-    if parameter.grad is None:
-        parameter.grad = gradient
+# Adding to a gradient, in a backward or a job: where nothing is differentiated.
+
+
+def gradient_is_there(parameter: torch.Tensor) -> None:
+    """Something was added to the parameter's gradient. As a hook of its own it is told of what autograd adds."""
+    told = getattr(parameter, "on_gradient", None)
+    if told is not None:
+        told(parameter)
+
+
+def add_product(weight: torch.Tensor, gradients: torch.Tensor, inputs: torch.Tensor) -> None:
+    """Add a linear's part: the gradients of its outputs, a row each, transposed times its inputs, a row each."""
+    if gradients.dtype is not weight.dtype:  # under autocast
+        add_to_gradient(weight, torch.mm(gradients.t(), inputs))
+        return
+    if weight.grad is not None:
+        weight.grad.addmm_(gradients.t(), inputs)
     else:
+        home = getattr(weight, "gradient_home", None)
+        weight.grad = torch.mm(gradients.t(), inputs, out=home)
+    gradient_is_there(weight)
+
+
+def add_rows(bias: torch.Tensor, gradients: torch.Tensor) -> None:
+    """Add the sum of all rows."""
+    if bias.grad is not None:
+        bias.grad.add_(gradients.sum(0, dtype=bias.dtype))
+    else:
+        home = getattr(bias, "gradient_home", None)
+        bias.grad = torch.sum(gradients, 0, dtype=bias.dtype, out=home)
+    gradient_is_there(bias)
+
+
+def add_to_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add this, as autograd would: it may be kept, unless the parameter's gradient has a home."""
+    if parameter.grad is not None:
         parameter.grad.add_(gradient)
+    else:
+        home = getattr(parameter, "gradient_home", None)
+        parameter.grad = gradient.to(parameter.dtype) if home is None else home.copy_(gradient)
+    gradient_is_there(parameter)
+
+
+def add_at_rows(weight: torch.Tensor, indices: torch.Tensor, gradients: torch.Tensor) -> None:
+    """Add each row to the row of the weight's gradient that its index names."""
+    if weight.grad is None:
+        home = getattr(weight, "gradient_home", None)
+        weight.grad = torch.zeros_like(weight) if home is None else home.zero_()
+    weight.grad.index_add_(0, indices, gradients)
+    gradient_is_there(weight)
+
+
+# Linear and Embedding.
+
+_Own = tuple[torch.Tensor, torch.Tensor | None]
+"""A Linear's weight and bias."""
 
 
 class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(values, weight)
-        ctx.bias = bias
-        return functional.linear(values, weight, bias)
+    """Weight and bias are no inputs of it: autograd would visit both only to learn that there is nothing to add.
+
+    `anchor` needs a gradient where the values need none, so that there is a backward at all.
+    """
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
-        (gradient,) = gradients
-        values, weight = ctx.saved_tensors
-        bias = ctx.bias if ctx.bias is not None and ctx.bias.requires_grad else None
-        later(partial(_add_linear, weight if weight.requires_grad else None, bias, values, gradient))
-        return (gradient @ weight if ctx.needs_input_grad[0] else None), None, None
+    def forward(
+        ctx: Any, values: torch.Tensor, anchor: torch.Tensor | None, own: _Own, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        weight, bias = own
+        used = weight
+        if dtype is not None:
+            values, used = cast_values(values, dtype), cast_weight(weight, dtype)
+            bias = None if bias is None else cast_values(bias, dtype)
+        if values.dim() > 2:
+            values = values.contiguous()
+        ctx.save_for_backward(values)
+        ctx.own, ctx.used, ctx.version = own, used, weight._version
+        return functional.linear(values, used, bias)
 
-
-def _add_linear(
-    weight: torch.Tensor | None, bias: torch.Tensor | None, values: torch.Tensor, gradient: torch.Tensor
-) -> None:
-    rows = gradient.reshape(-1, gradient.shape[-1])
-    if weight is not None:
-        inputs = values.reshape(-1, values.shape[-1])
-        if weight.grad is None:
-            weight.grad = rows.t() @ inputs
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+        (values,), (weight, bias) = ctx.saved_tensors, ctx.own
+        if weight._version != ctx.version:
+            raise InvalidCall(f"a Linear's weight {tuple(weight.shape)} was changed between forward and backward.")
+        of_values = torch.matmul(gradient, ctx.used) if ctx.needs_input_grad[0] else None
+        if gradient.dim() > 2:
+            gradient, values = gradient.flatten(0, -2), values.flatten(0, -2)
+        queue = _collected.get()
+        if queue is None:
+            _add_linear(weight, bias, gradient, values)
         else:
-            weight.grad.addmm_(rows.t(), inputs)
-    if bias is not None:
-        add_to_gradient(bias, rows.sum(0))
+            queue.append(partial(_add_linear, weight, bias, gradient, values))
+        return of_values, None, None, None
+
+
+def _add_linear(weight: torch.Tensor, bias: torch.Tensor | None, gradients: torch.Tensor, inputs: torch.Tensor) -> None:
+    if weight.requires_grad:
+        add_product(weight, gradients, inputs)
+    if bias is not None and bias.requires_grad:
+        add_rows(bias, gradients)
+
+
+def cast_values(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As autocast does, which leaves float64 alone."""
+    return values if values.dtype is torch.float64 else values.to(dtype)
+
+
+def cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same for a weight. Where it has an attribute `cast_in_step`, the copy is kept there: whoever set that to
+    None, at the beginning of a step, deletes it before the weight changes.
+
+    (What autocast itself keeps must not be made in a Function's forward: others would get it without its history.)
+    """
+    kept: torch.Tensor | None = getattr(weight, "cast_in_step", None)
+    if kept is None or kept.dtype is not dtype:
+        kept = cast_values(weight.detach(), dtype)
+        if hasattr(weight, "cast_in_step"):
+            weight.cast_in_step = kept
+    return kept
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, indices: torch.Tensor, weight: torch.Tensor, padding: int | None) -> torch.Tensor:
-        ctx.save_for_backward(indices, weight)
-        ctx.padding = padding
-        return functional.embedding(indices, weight)
+    def forward(ctx: Any, indices: torch.Tensor, anchor: torch.Tensor, module: nn.Embedding) -> torch.Tensor:
+        ctx.save_for_backward(indices)
+        ctx.weight, ctx.padding = module.weight, module.padding_idx
+        return functional.embedding(indices, module.weight)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:
-        indices, weight = ctx.saved_tensors
-        later(partial(_add_embedding, weight, indices, gradients[0], ctx.padding))
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
+        (indices,) = ctx.saved_tensors
+        later(partial(_add_embedding, ctx.weight, indices, gradient, ctx.padding))
         return None, None, None
 
 
@@ -106,42 +196,65 @@ def _add_embedding(weight: torch.Tensor, indices: torch.Tensor, gradient: torch.
     rows, flat = gradient.reshape(-1, gradient.shape[-1]), indices.reshape(-1)
     if padding is not None:
         rows = rows.masked_fill((flat == padding).unsqueeze(-1), 0)
-    if weight.grad is None:
-        weight.grad = torch.zeros_like(weight)
-    weight.grad.index_add_(0, flat, rows)
+    add_at_rows(weight, flat, rows)
+
+
+@functools.cache
+def anchor() -> torch.Tensor:
+    """Needs a gradient and never gets one: as an input of a Function it makes autograd come to the backward. (A weight
+    would do, but its hooks would be called too, for nothing.)"""
+    return torch.empty(0, requires_grad=True)
+
+
+def lean_apply(function: type[torch.autograd.Function]) -> Callable[..., torch.Tensor]:
+    """The function's `apply` without what that does for functorch, which takes as long as a small product: only for
+    where `can_wait` was asked."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
+
+
+_apply_linear, _apply_embedding = lean_apply(_Linear), lean_apply(_Embedding)
 
 
 def _linear(module: nn.Linear, values: torch.Tensor) -> torch.Tensor:
-    if _can_wait(module.weight, module.bias):
-        return _Linear.apply(values, module.weight, module.bias)  # type: ignore[no-any-return, no-untyped-call]
-    return nn.Linear.forward(module, values)
+    own = module._parameters
+    weight, bias = own.get("weight"), own.get("bias")
+    if weight is None or values.dim() < 2 or not can_wait(weight, bias):
+        return nn.Linear.forward(module, values)
+    return _apply_linear(values, None if values.requires_grad else anchor(), (weight, bias), autocast_dtype(values))
 
 
 def _embedding(module: nn.Embedding, indices: torch.Tensor) -> torch.Tensor:
-    if _can_wait(module.weight) and not (module.sparse or module.max_norm or module.scale_grad_by_freq):
-        return _Embedding.apply(indices, module.weight, module.padding_idx)  # type: ignore[no-any-return, no-untyped-call]
+    if can_wait(module.weight) and not (module.sparse or module.max_norm or module.scale_grad_by_freq):
+        return _apply_embedding(indices, anchor(), module)
     return nn.Embedding.forward(module, indices)
 
 
-def _can_wait(*parameters: torch.Tensor | None) -> bool:
-    """Whether gradients can be added to these by hand: each is a leaf, nobody has asked to be told of its gradient, and
-    autocast does not change its type."""
-    return (
-        torch.is_grad_enabled()
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.is_autocast_enabled("cuda")
-        and any(each is not None and each.requires_grad for each in parameters)
-        and all(each is None or (each.is_leaf and not _has_hooks(each)) for each in parameters)
-    )
+def autocast_dtype(values: torch.Tensor) -> torch.dtype | None:
+    """What a product of these is cast to; None where autocast is off."""
+    device = values.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _has_hooks(parameter: torch.Tensor) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+def can_wait(weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """Whether gradients can be added to these by hand: each is a leaf, and nobody else has asked to be told of its
+    gradient."""
+    if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return False
+    if bias is None:
+        return weight.requires_grad and _is_free(weight)
+    return (weight.requires_grad or bias.requires_grad) and _is_free(weight) and _is_free(bias)
+
+
+def _is_free(parameter: torch.Tensor) -> bool:
+    if not parameter.is_leaf or parameter._backward_hooks:
+        return False
+    hooks = parameter._post_accumulate_grad_hooks
+    return not hooks or all(hook is gradient_is_there for hook in hooks.values())
 
 
 def split_weight_gradients(module: nn.Module) -> None:
-    """Have every Linear and Embedding in here leave its weight's part for later; modules derived from these stay as
-    they are, for their forward is their own."""
+    """Have every Linear and Embedding in here add its weight's part by hand, and later where the backward is split;
+    modules derived from these stay as they are, for their forward is their own."""
     for each in module.modules():
         if type(each) is nn.Linear:
             each.forward = partial(_linear, each)  # type: ignore[method-assign]

@@ -8,7 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from parallel3d.weight_gradients import collecting, later, split_weight_gradients
+from parallel3d.weight_gradients import (
+    add_at_rows,
+    add_product,
+    add_rows,
+    add_to_gradient,
+    cast_weight,
+    collecting,
+    gradient_is_there,
+    later,
+    split_weight_gradients,
+)
+from runtime.errors import InvalidCall
 
 
 def gradients(module: nn.Module) -> list[torch.Tensor | None]:
@@ -116,7 +127,7 @@ class Doubled(nn.Linear):
         return super().forward(values) * 2
 
 
-@pytest.mark.parametrize("mode", ["derived", "no gradient", "not a leaf", "autocast", "sparse", "hook"])
+@pytest.mark.parametrize("mode", ["derived", "no gradient", "not a leaf", "sparse", "hook", "functorch"])
 def test_what_cannot_wait_is_finished_at_once(mode):
     module = (
         nn.Embedding(5, 3, sparse=True) if mode == "sparse" else (Doubled if mode == "derived" else nn.Linear)(3, 3)
@@ -128,13 +139,128 @@ def test_what_cannot_wait_is_finished_at_once(mode):
     split_weight_gradients(module)
     queue = deque()
     values = torch.tensor([1, 2]) if mode == "sparse" else torch.ones(2, 3)
-    with (
-        collecting(queue),
-        torch.set_grad_enabled(mode != "no gradient"),
-        torch.autocast("cpu", enabled=mode == "autocast"),
-    ):
-        output = module(values)
+    with collecting(queue), torch.set_grad_enabled(mode != "no gradient"):
+        output = torch.func.vmap(module)(values) if mode == "functorch" else module(values)
         if mode != "no gradient":
             output.sum().backward()
     assert not queue
     assert (next(module.parameters()).grad is None) == (mode == "no gradient")
+
+
+def give_homes(module: nn.Module) -> list[torch.Tensor]:
+    """Full of what is not to be added to."""
+    for each in module.parameters():
+        each.gradient_home = torch.full_like(each, torch.nan)
+        each.register_post_accumulate_grad_hook(gradient_is_there)
+    return [each.gradient_home for each in module.parameters()]
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_gradients_have_homes(is_split):
+    torch.manual_seed(1)
+    plain, own = Tied().double(), Tied().double()
+    own.load_state_dict(plain.state_dict())
+    split_weight_gradients(own)
+    homes, told = give_homes(own), []
+    for each in own.parameters():
+        each.on_gradient = told.append
+    tokens = torch.randint(0, 7, (2, 5))
+    for _ in range(2):
+        plain(tokens).square().sum().backward()
+        queue = deque()
+        with collecting(queue) if is_split else torch.enable_grad():
+            own(tokens).square().sum().backward()
+        assert bool(queue) == is_split
+        with torch.no_grad():
+            while queue:
+                queue.popleft()()
+    for mine, theirs, home in zip(own.parameters(), plain.parameters(), homes, strict=True):
+        assert mine.grad is home
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-12)
+    times = [sum(each is parameter for each in told) for parameter in own.parameters()]
+    assert times == [4, 4, 4]  # two steps: the tied weight by embedding and head, the others by both uses
+
+
+def test_a_frozen_anchor_and_values_without_gradient():
+    linear = nn.Linear(3, 2).double()
+    linear.weight.requires_grad_(False)
+    split_weight_gradients(linear)
+    linear(torch.ones(2, 4, 3, dtype=torch.float64)).sum().backward()
+    assert linear.weight.grad is None
+    assert linear.bias.grad.tolist() == [8, 8]
+
+
+@torch.no_grad()
+def test_every_way_to_add():
+    rows, inputs = torch.arange(6.0).view(3, 2), torch.arange(12.0).view(3, 4) + 1
+    ways = [
+        ((2, 4), lambda parameter: add_product(parameter, rows, inputs), rows.t() @ inputs),
+        ((2, 4), lambda parameter: add_product(parameter, rows.bfloat16(), inputs.bfloat16()), rows.t() @ inputs),
+        ((2,), lambda parameter: add_rows(parameter, rows), rows.sum(0)),
+        ((2,), lambda parameter: add_rows(parameter, rows.bfloat16()), rows.sum(0)),
+        ((3, 2), lambda parameter: add_to_gradient(parameter, rows.clone()), rows),
+        ((3, 2), lambda parameter: add_to_gradient(parameter, rows.bfloat16()), rows),
+        ((1, 2), lambda parameter: add_at_rows(parameter, torch.zeros(3, dtype=torch.int64), rows), rows.sum(0)[None]),
+    ]
+    for shape, add, expected in ways:
+        for home in (None, torch.full(shape, torch.nan)):
+            parameter, told = nn.Parameter(torch.zeros(shape)), []
+            if home is not None:
+                parameter.gradient_home, parameter.on_gradient = home, told.append
+            for number in (1, 2):
+                add(parameter)
+                assert (parameter.grad.dtype, parameter.grad is home) == (torch.float32, home is not None)
+                torch.testing.assert_close(parameter.grad, number * expected, rtol=1e-2, atol=0)
+            assert len(told) == (0 if home is None else 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(4, 6), (2, 3, 6), (6,), (0, 6)])
+def test_autocast_gives_what_it_would(dtype, shape):
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6, bias=False), nn.Linear(6, 3)).to(dtype)
+    own = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6, bias=False), nn.Linear(6, 3)).to(dtype)
+    own.load_state_dict(plain.state_dict())
+    split_weight_gradients(own)
+    values = torch.randn(shape, dtype=dtype)
+    inputs = [values.clone().requires_grad_() for _ in range(2)]
+    give_homes(own)
+    for model, given in zip((plain, own), inputs, strict=True):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(given)
+        assert output.dtype is (torch.bfloat16 if dtype is torch.float32 else dtype)
+        output.float().square().sum().backward()
+    assert torch.equal(inputs[0].grad, inputs[1].grad)
+    for mine, theirs in zip(own.parameters(), plain.parameters(), strict=True):
+        assert mine.grad.dtype is dtype
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=2e-2, atol=2e-2)
+
+
+def test_autocast_still_knows_how_its_own_copies_were_made():
+    linear = nn.Linear(3, 3, bias=False)
+    split_weight_gradients(linear)
+    values = torch.ones(1, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        linear(values)
+        nn.functional.linear(values, linear.weight).sum().backward()
+    assert linear.weight.grad.tolist() == [[1.0] * 3] * 3
+
+
+def test_a_cast_weight_is_kept_where_that_is_asked_for():
+    weight = nn.Parameter(torch.ones(2, 2))
+    assert cast_weight(weight, torch.bfloat16) is not cast_weight(weight, torch.bfloat16)
+    weight.cast_in_step = None
+    kept = cast_weight(weight, torch.bfloat16)
+    assert cast_weight(weight, torch.bfloat16) is kept
+    assert cast_weight(weight, torch.float16).dtype is torch.float16
+    assert not kept.requires_grad
+
+
+def test_a_weight_that_was_changed_meanwhile():
+    linear = nn.Linear(2, 3)
+    split_weight_gradients(linear)
+    output = linear(torch.ones(1, 2, requires_grad=True))
+    with torch.no_grad():
+        linear.weight.mul_(2)
+    with pytest.raises(InvalidCall, match=r"^a Linear's weight \(3, 2\) was changed between forward and backward\.$"):
+        output.sum().backward()

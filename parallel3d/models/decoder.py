@@ -1,0 +1,102 @@
+"""What the built-in decoders have in common: their row of modules, tensor-parallel plan and first values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import nn
+
+from parallel3d.models.layered import LayeredModel
+
+# As in GPT-2.
+_DEVIATION = 0.02
+
+
+class Decoder(nn.Module):
+    """From tokens to a number for each word of the vocabulary."""
+
+    def __init__(self, embedding: nn.Module, blocks: Iterable[nn.Module], norm: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = norm
+        self.head = head
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        values = self.embedding(tokens)
+        for block in self.blocks:
+            values = block(values)
+        logits: torch.Tensor = self.head(self.norm(values))
+        return logits
+
+
+class Block(nn.Module):
+    """Adds to each value what attention, and then the MLP, make of all of them. Norms come first."""
+
+    def __init__(self, norm: Callable[[], nn.Module], attention: nn.Module, mlp: nn.Module, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = norm()
+        self.attention = attention
+        self.mlp_norm = norm()
+        self.mlp = mlp
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        attended: torch.Tensor = self.dropout(self.attention(self.attention_norm(values)))
+        values = values + attended
+        computed: torch.Tensor = self.dropout(self.mlp(self.mlp_norm(values)))
+        return values + computed
+
+
+def embedding(num: int, width: int) -> nn.Embedding:
+    """Without values. Drawing them, which the constructor would do, is nothing on `meta`, but makes torch import its
+    compiler for it: 2 seconds."""
+    return nn.Embedding(num, width, _weight=torch.empty(num, width))
+
+
+def heads_of(values: torch.Tensor, head_width: int) -> torch.Tensor:
+    """batch x length x width as batch x heads x length x head_width. As many heads as there are: a rank may have but
+    some of them."""
+    batch, length, _ = values.shape
+    return values.view(batch, length, -1, head_width).transpose(1, 2)
+
+
+def without_heads(values: torch.Tensor) -> torch.Tensor:
+    return values.transpose(1, 2).flatten(2)
+
+
+def layered(decoder: Decoder, plan: Mapping[str, str]) -> LayeredModel:
+    """The decoder as a row: its blocks are the layers."""
+    blocks = tuple(f"blocks.{index}" for index in range(len(decoder.blocks)))
+    return LayeredModel(decoder, ("embedding",), blocks, ("norm", "head"), plan, give_first_values)
+
+
+def plan_of(mlp_inputs: Iterable[str]) -> dict[str, str]:
+    """Heads and the MLP's inner width are cut, and the vocabulary at both ends."""
+    columns = [*(f"attention.{name}" for name in "qkv"), *(f"mlp.{name}" for name in mlp_inputs)]
+    return {
+        "embedding.tokens": "vocab",
+        **{f"blocks.*.{name}": "column" for name in columns},
+        "blocks.*.attention.o": "row",
+        "blocks.*.mlp.down": "row",
+        "head": "vocab",
+    }
+
+
+def residual(linear: nn.Linear, num_layers: int) -> nn.Linear:
+    """Marks a projection that is added to the residual stream: with 2 of these a layer, their sum would grow with the
+    depth if they did not begin smaller."""
+    vars(linear)["first_deviation"] = _DEVIATION / math.sqrt(2 * num_layers)
+    return linear
+
+
+def give_first_values(module: nn.Module) -> None:
+    """As in GPT-2: weights from a normal distribution, biases 0; norms begin as if they were not there."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=getattr(module, "first_deviation", _DEVIATION))
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        module.reset_parameters()

@@ -1,0 +1,40 @@
+"""Seeds: where the random numbers of first weights begin, the same on every mesh and for every cut."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+_LARGEST_SEED = 2**63 - 1
+# numpy takes no more.
+_LARGEST_NUMPY_SEED = 2**32 - 1
+
+
+def seed_of(seed: int, path: str) -> int:
+    """The seed of the module at this path: 63 bits."""
+    digest = hashlib.blake2b(f"{seed}:{path}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") & _LARGEST_SEED
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Random numbers of torch's CPU, Python and numpy begin here, and go on afterwards as if nothing had been drawn.
+
+    All three, because each rank calls a user's code for itself and they must get the same model.
+    """
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    # Not torch.manual_seed, which also seeds every GPU, where it would stay, and walks the stack for it.
+    with torch.random.fork_rng(devices=[]):
+        try:
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed & _LARGEST_NUMPY_SEED)
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
