@@ -146,13 +146,14 @@ class _Linear(torch.autograd.Function):
             gradient, values = gradient.flatten(0, -2), values.flatten(0, -2)
         queue = _collected.get()
         if queue is None:
-            _add_linear(weight, bias, gradient, values)
+            add_linear(weight, bias, gradient, values)
         else:
-            queue.append(partial(_add_linear, weight, bias, gradient, values))
+            queue.append(partial(add_linear, weight, bias, gradient, values))
         return of_values, None, None, None
 
 
-def _add_linear(weight: torch.Tensor, bias: torch.Tensor | None, gradients: torch.Tensor, inputs: torch.Tensor) -> None:
+def add_linear(weight: torch.Tensor, bias: torch.Tensor | None, gradients: torch.Tensor, inputs: torch.Tensor) -> None:
+    """Add a linear's part, of the gradients of its outputs and its inputs, a row each."""
     if weight.requires_grad:
         add_product(weight, gradients, inputs)
     if bias is not None and bias.requires_grad:
@@ -197,6 +198,11 @@ def _add_embedding(weight: torch.Tensor, indices: torch.Tensor, gradient: torch.
     if padding is not None:
         rows = rows.masked_fill((flat == padding).unsqueeze(-1), 0)
     add_at_rows(weight, flat, rows)
+
+
+def adds_by_hand(node: object) -> bool:
+    """Whether a node of autograd's graph is a Linear's or an Embedding's, whose gradient autograd does not see."""
+    return getattr(type(node), "_forward_cls", None) in (_Linear, _Embedding)
 
 
 @functools.cache
