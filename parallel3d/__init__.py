@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from runtime.errors import InvalidCall as InvalidCall
     from runtime.errors import LaunchError as LaunchError
     from runtime.errors import Mismatch as Mismatch
+    from runtime.errors import NonFiniteGradient as NonFiniteGradient
     from runtime.errors import Parallel3DError as Parallel3DError
     from runtime.errors import PeerLost as PeerLost
     from runtime.loop import run as run
@@ -46,6 +47,7 @@ _HOME = {
             "LaunchError",
             "InvalidCall",
             "DataError",
+            "NonFiniteGradient",
             "CommunicationError",
             "Mismatch",
             "PeerLost",

@@ -11,10 +11,10 @@ from torch import nn
 
 from parallel3d.rank_mesh import Mesh
 from parallel3d.rank_part import RankPart
-from parallel3d.sharding import needs_tp_sum
+from parallel3d.sharded import needs_tp_sum
 
 
-class PartialGradients:
+class LateGradients:
     """Those of one rank."""
 
     def __init__(self, part: RankPart, mesh: Mesh) -> None:
