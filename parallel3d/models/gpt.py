@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from parallel3d.config.models import GptArgs
-from parallel3d.models.decoder import Block, Decoder, heads_of, layered, plan_of, residual, without_heads
+from parallel3d.models.decoder import Block, Decoder, embedding, heads_of, layered, plan_of, residual, without_heads
 from parallel3d.models.layered import LayeredModel
 from runtime.errors import InvalidCall
 
@@ -22,12 +22,12 @@ def build_gpt(args: GptArgs) -> LayeredModel:
 
 class Gpt(Decoder):
     def __init__(self, args: GptArgs) -> None:
-        embedding, head = Embedding(args), nn.Linear(args.width, args.vocabulary, bias=False)
+        front, head = Embedding(args), nn.Linear(args.width, args.vocabulary, bias=False)
         if args.tied:
-            head.weight = embedding.tokens.weight
+            head.weight = front.tokens.weight
         norm = partial(nn.LayerNorm, args.width)
         blocks = (Block(norm, Attention(args), Mlp(args), args.dropout) for _ in range(args.layers))
-        super().__init__(embedding, blocks, norm(), head)
+        super().__init__(front, blocks, norm(), head)
 
 
 class Embedding(nn.Module):
@@ -35,8 +35,8 @@ class Embedding(nn.Module):
 
     def __init__(self, args: GptArgs) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(args.vocabulary, args.width)
-        self.positions = nn.Embedding(args.sequence, args.width)
+        self.tokens = embedding(args.vocabulary, args.width)
+        self.positions = embedding(args.sequence, args.width)
         self.dropout = nn.Dropout(args.dropout)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

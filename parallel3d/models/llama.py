@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from parallel3d.config.models import LlamaArgs
-from parallel3d.models.decoder import Block, Decoder, heads_of, layered, plan_of, residual, without_heads
+from parallel3d.models.decoder import Block, Decoder, embedding, heads_of, layered, plan_of, residual, without_heads
 from parallel3d.models.layered import LayeredModel
 
 # As in Llama's own configuration.
@@ -24,18 +24,18 @@ def build_llama(args: LlamaArgs) -> LayeredModel:
 
 class Llama(Decoder):
     def __init__(self, args: LlamaArgs) -> None:
-        embedding, head = Embedding(args), nn.Linear(args.width, args.vocabulary, bias=False)
+        front, head = Embedding(args), nn.Linear(args.width, args.vocabulary, bias=False)
         if args.tied:
-            head.weight = embedding.tokens.weight
+            head.weight = front.tokens.weight
         norm, rotary = partial(nn.RMSNorm, args.width, eps=_EPSILON), Rotary(args.width // args.heads, args.rope_base)
         blocks = (Block(norm, Attention(args, rotary), Mlp(args), args.dropout) for _ in range(args.layers))
-        super().__init__(embedding, blocks, norm(), head)
+        super().__init__(front, blocks, norm(), head)
 
 
 class Embedding(nn.Module):
     def __init__(self, args: LlamaArgs) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(args.vocabulary, args.width)
+        self.tokens = embedding(args.vocabulary, args.width)
         self.dropout = nn.Dropout(args.dropout)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
