@@ -21,8 +21,15 @@ from parallel3d.models.hf_row import find_adapt, find_row
 from parallel3d.models.layered import LayeredModel
 from parallel3d.models.stored_weights import StoredWeights, find_weights
 
-# transformers still takes these, but lists them no longer.
-_OLD_KEYS = {"attn_implementation", "rope_scaling", "rope_theta", "torch_dtype"}
+# transformers takes these too, but lists them nowhere.
+_UNLISTED_KEYS = {
+    "attn_implementation",
+    "experts_implementation",
+    "quantization_config",
+    "rope_scaling",
+    "rope_theta",
+    "torch_dtype",
+}
 
 
 def build_hf(config: RunConfig) -> LayeredModel:
@@ -80,7 +87,7 @@ def _settings(transformers: Any, given: Mapping[str, Any]) -> Any:
 
 def _refuse_unknown_keys(kind: Any, keys: Mapping[str, Any]) -> None:
     """transformers takes them all, and does nothing with those that it does not know."""
-    known = {*vars(kind()), *inspect.signature(kind).parameters, *kind.attribute_map, *_OLD_KEYS}
+    known = {*vars(kind()), *inspect.signature(kind).parameters, *kind.attribute_map, *_UNLISTED_KEYS}
     for key in keys:
         if key not in known and not key.startswith("_"):
             similar = nearest(key, (each for each in known if not each.startswith("_")))
@@ -154,10 +161,12 @@ def _refuse_empty_buffers(whole: Any, row: Row) -> None:
 
 
 def _fill_buffers(whole: Any, path: str, module: nn.Module) -> None:
-    for name, buffer in module.named_buffers(recurse=False):
-        module._buffers[name] = torch.empty_like(buffer, device="cpu")
-        if buffer.is_floating_point():
-            module._buffers[name].fill_(torch.nan)
+    empty = dict(module.named_buffers(recurse=False))
+    if not empty:
+        return
+    for name, buffer in empty.items():
+        none = torch.nan if buffer.is_floating_point() else 0
+        module._buffers[name] = torch.full_like(buffer, none, device="cpu")
     _init(whole, module)
     for name, buffer in module.named_buffers(recurse=False):
         if buffer.is_floating_point() and buffer.isnan().any():
