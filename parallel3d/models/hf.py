@@ -21,6 +21,8 @@ from parallel3d.models.hf_row import find_adapt, find_row
 from parallel3d.models.layered import LayeredModel
 from parallel3d.models.stored_weights import StoredWeights, find_weights
 
+_OLDEST = 5  # earlier ones have no `_init_weights` for what is not stored, such as rotary frequencies
+_INSTALL = "Install what it needs: pip install 'parallel3d[hf]'"
 # transformers takes these too, but lists them nowhere.
 _UNLISTED_KEYS = {
     "attn_implementation",
@@ -63,7 +65,10 @@ def _transformers() -> Any:
         from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401
     except ImportError as error:
         message = f"transformers and safetensors cannot be imported: {error}."
-        raise refusal("model.factory", "hf", message, "Install them: pip install 'parallel3d[hf]'") from error
+        raise refusal("model.factory", "hf", message, _INSTALL) from error
+    if int(transformers.__version__.partition(".")[0]) < _OLDEST:
+        message = f"transformers {transformers.__version__} is too old: {_OLDEST} or later is needed."
+        raise refusal("model.factory", "hf", message, _INSTALL)
     return transformers
 
 
@@ -134,7 +139,9 @@ def _on_meta(transformers: Any, settings: Any) -> Any:
     try:
         with torch.device("meta"):
             kind = transformers.AutoModelForCausalLM
-            return kind.from_config(settings, dtype=torch.float32, trust_remote_code=False).train()
+            model = kind.from_config(settings, dtype=torch.float32, trust_remote_code=False).train()
+            model.tie_weights()  # which early versions don't do on `meta`
+            return model
     except Exception as error:  # of many kinds, from checks of its own
         message = f"transformers cannot build a causal {settings.model_type}: {_in_short(error)}"
         raise refusal("model.factory", "hf", message) from error
