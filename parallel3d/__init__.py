@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from process_groups.group import Group as Group
     from runtime.errors import CommunicationError as CommunicationError
     from runtime.errors import ConfigError as ConfigError
+    from runtime.errors import DataError as DataError
     from runtime.errors import DeadlineExceeded as DeadlineExceeded
     from runtime.errors import GroupClosed as GroupClosed
     from runtime.errors import InvalidCall as InvalidCall
@@ -44,6 +45,7 @@ _HOME = {
             "ConfigError",
             "LaunchError",
             "InvalidCall",
+            "DataError",
             "CommunicationError",
             "Mismatch",
             "PeerLost",

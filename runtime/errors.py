@@ -5,6 +5,7 @@ Parallel3DError
 ├── LaunchError            ranks could not be started, or this process is not one of them
 ├── InvalidCall            a call that is wrong on this rank alone; nothing was sent
 │   └── ScheduleDeadlock   a table whose ranks would wait for each other; lives in parallel3d.simulation
+├── DataError              a sample could not be had, or does not fit the others or the model
 ├── BenchmarkError         a contestant of a benchmark failed, or computed something wrong
 └── CommunicationError     something between ranks; carries rank, coords, step and action
     ├── Mismatch           ranks called different things
@@ -51,6 +52,10 @@ class LaunchError(Parallel3DError):
 
 class InvalidCall(Parallel3DError, ValueError):
     """A call that cannot be right whatever the other ranks do."""
+
+
+class DataError(Parallel3DError):
+    """A sample could not be had, or does not fit the others or the model; names the sample and the key."""
 
 
 class BenchmarkError(Parallel3DError):

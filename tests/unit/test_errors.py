@@ -11,7 +11,7 @@ import pytest
 from runtime import errors
 from runtime.errors import CommunicationError, Coords, name_rank
 
-PLAIN = [errors.ConfigError, errors.LaunchError, errors.InvalidCall, errors.BenchmarkError]
+PLAIN = [errors.ConfigError, errors.LaunchError, errors.InvalidCall, errors.DataError, errors.BenchmarkError]
 COMMUNICATION = [errors.Mismatch, errors.PeerLost, errors.GroupClosed, errors.DeadlineExceeded]
 
 

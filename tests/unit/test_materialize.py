@@ -18,7 +18,7 @@ from parallel3d.models.gpt import build_gpt
 from parallel3d.models.layered import LayeredModel
 from parallel3d.models.llama import build_llama
 from parallel3d.models.materialize import materialize
-from parallel3d.models.seeding import seed_of, seeded
+from parallel3d.seeding import seed_of, seeded
 from runtime.errors import InvalidCall
 
 Build = Callable[[], LayeredModel]

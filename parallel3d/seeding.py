@@ -1,4 +1,4 @@
-"""Seeds: where the random numbers of first weights begin, the same on every mesh and for every cut."""
+"""Seeds: where random numbers begin, the same on every rank of every mesh."""
 
 from __future__ import annotations
 
