@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from runtime.errors import InvalidCall as InvalidCall
     from runtime.errors import LaunchError as LaunchError
     from runtime.errors import Mismatch as Mismatch
+    from runtime.errors import NonFiniteGradient as NonFiniteGradient
     from runtime.errors import Parallel3DError as Parallel3DError
     from runtime.errors import PeerLost as PeerLost
     from runtime.errors import RunFailed as RunFailed
@@ -52,6 +53,7 @@ _HOME = {
             "RunFailed",
             "InvalidCall",
             "DataError",
+            "NonFiniteGradient",
             "CommunicationError",
             "Mismatch",
             "PeerLost",

@@ -16,19 +16,22 @@ from parallel3d.blueprint import draw
 from parallel3d.config import RunConfig
 from parallel3d.data import Batch, Batches, Dataset, Sampler, make_dataset
 from parallel3d.executor import Begun, Executor
+from parallel3d.gradient_sync import GradientSync
+from parallel3d.late_gradients import LateGradients
 from parallel3d.learning_rate import learning_rate
+from parallel3d.losses import StepLoss, make_loss
 from parallel3d.optimizer import Optimizer
 from parallel3d.performance import Performance, TrainStep
 from parallel3d.rank_mesh import Mesh, mesh
-from parallel3d.rank_part import assemble, measure_cut
+from parallel3d.rank_part import RankPart, assemble, measure_cut
+from parallel3d.schedules.actions import Kind
 from parallel3d.schedules.gpipe import gpipe_of_stages
 from parallel3d.schedules.table import Table
 from parallel3d.seeding import seed_of
 from parallel3d.sharding import Shards
+from parallel3d.vocabulary import gather_logits, vocab_cross_entropy
 from parallel3d.whole_weights import gather_weights
 from runtime.errors import InvalidCall, name_rank
-
-_NOT_ENTERED = "the coordinator is not entered: async with Coordinator.from_config(...) as coordinator"
 
 
 class Coordinator:
@@ -70,7 +73,7 @@ class Coordinator:
         exchange = rank_mesh.tp.tensor_exchange() if rank_mesh.tp.size > 1 else None
         self._part = part = await rank_mesh.compute(assemble, blueprint, config, rank_mesh, exchange)
         self._loss = loss_of(config, part)
-        self._sync = make_sync(config, part, rank_mesh)
+        self._sync = sync_of(config, part, rank_mesh)
         self._optimizer = Optimizer(config.optimizer, self._sync, rank_mesh, part.counts_in_norm)
         self._executor = self._make_executor(blueprint.table)
         apart = gpipe_of_stages(blueprint.table.rank_of_stage, blueprint.table.microbatches)
@@ -261,8 +264,8 @@ class Coordinator:
                 raise InvalidCall(f"the batch's {name}: a tensor with a row a sample is needed, not {found}.")
             if len(tensor) * dp != train.batch_size:
                 raise InvalidCall(
-                    f"the batch's {name} are {len(tensor)} samples of shape {tuple(tensor.shape[1:])}; a replica's part "
-                    f"is train.batch_size({train.batch_size}) / dp({dp}) = {(train.batch_size or 0) // dp}."
+                    f"the batch's {name} are {len(tensor)} samples of shape {tuple(tensor.shape[1:])}; a replica's "
+                    f"part is train.batch_size({train.batch_size}) / dp({dp}) = {(train.batch_size or 0) // dp}."
                 )
             if tensor.is_floating_point() and not tensor.isfinite().all():
                 row = int((~tensor.flatten(1).isfinite()).any(1).nonzero()[0]) if tensor.dim() > 1 else 0
@@ -273,7 +276,34 @@ class Coordinator:
         return (tuple(moved) if isinstance(inputs, tuple | list) else moved[0]), targets.to(device)
 
     def _tensor_waits(self) -> float:
-        return 0.0 if self._part.exchange is None else self._part.exchange.waited
+        return 0.0 if self._part.partners is None else self._part.partners.exchange.waited
+
+
+def loss_of(config: RunConfig, part: RankPart) -> StepLoss:
+    """The configured one, for logits that may be cut over the tensor-parallel ranks."""
+    cut, partners = part.blueprint.shards.logits_cut(part.tp_rank), part.partners
+    if cut is None or partners is None:
+        return make_loss(config.model.loss)
+
+    def of_cut(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return vocab_cross_entropy(logits, targets, cut, partners)
+
+    return make_loss(config.model.loss, of_cut, lambda logits: gather_logits(logits, cut, partners))
+
+
+def sync_of(config: RunConfig, part: RankPart, rank_mesh: Mesh) -> GradientSync:
+    """For this rank's stages, in the order in which their gradients are there."""
+    late = LateGradients(part, rank_mesh)
+    column = part.blueprint.table.with_communication().columns[rank_mesh.pp.rank]
+    return GradientSync(
+        rank_mesh,
+        {index: list(stage.module.parameters()) for index, stage in part.stages.items()},
+        [action.stage for action in column if action.kind is Kind.REDUCE_GRAD],
+        bucket_bytes=config.comm.bucket_size,
+        shard=config.optimizer.shard,
+        late=late.parameters,
+        settle_late=late.settle,
+    )
 
 
 class _Pass:

@@ -8,12 +8,15 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 
-from parallel3d.factories import load_named
+from parallel3d.factories import load_factory
+from parallel3d.vocabulary import IGNORED, cross_entropy_sum
 from runtime.errors import InvalidCall
 
-IGNORED = -100  # torch's own: a target that counts for nothing
 Sum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Of the output and the target: the losses added up."""
+
+
+Whole = Callable[[Any], Any]
 
 
 class StepLoss(Protocol):
@@ -27,12 +30,6 @@ class StepLoss(Protocol):
 
     def counted(self) -> float:
         """How many there were in the calls since the last time."""
-
-
-def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Over the targets that are not ignored."""
-    rows = logits.reshape(-1, logits.shape[-1])
-    return functional.cross_entropy(rows, targets.reshape(-1), ignore_index=IGNORED, reduction="sum")
 
 
 class CrossEntropy:
@@ -54,7 +51,11 @@ class CrossEntropy:
 class SquaredError:
     """The mean over each sample's numbers, added up over samples."""
 
+    def __init__(self, whole: Whole) -> None:
+        self._whole = whole
+
     def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        output = self._whole(output)
         if output.shape != target.shape:
             raise InvalidCall(
                 f"model.loss = mse: the model gives {tuple(output.shape)}, but the target is {tuple(target.shape)}."
@@ -71,17 +72,17 @@ class SquaredError:
 class OwnLoss:
     """A function of the user's own, of (output, target): a mean over its samples, or (sum, count)."""
 
-    def __init__(self, name: str) -> None:
-        self._name, self._function = name, load_named("model.loss", name)
+    def __init__(self, name: str, whole: Whole) -> None:
+        self._name, self._function, self._whole = name, load_factory("model.loss", name), whole
         self._counted = 0.0
 
     def __call__(self, output: Any, target: Any) -> torch.Tensor:
-        found = self._function(output, target)
+        found = self._function(self._whole(output), target)
         total, count = found if isinstance(found, tuple) else (found * len(target), len(target))
         if not isinstance(total, torch.Tensor) or total.dim():
             raise InvalidCall(
-                f"model.loss = {self._name} gives {_shape(total)}; a mean over the samples, or (sum, count), is needed, "
-                "each a single number."
+                f"model.loss = {self._name} gives {_shape(total)}; a mean over the samples, or (sum, count), is "
+                "needed, each a single number."
             )
         self._counted += float(count)
         return total
@@ -98,8 +99,12 @@ def _shape(value: object) -> str:
     return f"a tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def make_loss(name: str, cross_entropy: Sum = cross_entropy_sum) -> StepLoss:
-    """`cross_entropy`, `mse` or a function of the user's own. `cross_entropy`: how logits that are cut are dealt with."""
+def make_loss(name: str, cross_entropy: Sum = cross_entropy_sum, whole: Whole = lambda output: output) -> StepLoss:
+    """`cross_entropy`, `mse` or a function of the user's own.
+
+    cross_entropy: that of outputs that may be cut.
+    whole: puts such an output together, for the others.
+    """
     if name == "cross_entropy":
         return CrossEntropy(cross_entropy)
-    return SquaredError() if name == "mse" else OwnLoss(name)
+    return SquaredError(whole) if name == "mse" else OwnLoss(name, whole)

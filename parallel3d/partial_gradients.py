@@ -1,54 +1,64 @@
-"""Gradients of which each rank has only a part, and that are added up before replicas add theirs.
+"""Parameters that every tensor-parallel rank has, but uses for its part of the values: a norm of cut heads, say.
 
-Parameters that see only a part of the sequence have the other parts on the tensor-parallel peers. A parameter that
-stages of several pipeline ranks have, such as an embedding that is also the head, has a part on each of them.
+Each rank's gradient of such a parameter is a part of it, and the parts have to be added up. Nobody has to say which
+parameters those are: autograd's graph has them between a rank's part of the values and the columns it comes from.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import torch
 from torch import nn
 
-from parallel3d.rank_mesh import Mesh
-from parallel3d.rank_part import RankPart
-from parallel3d.sharding import needs_tp_sum
+from parallel3d.sharded import cut_of, needs_tp_sum
+from parallel3d.weight_gradients import adds_by_hand
+from runtime.errors import InvalidCall
+
+Judge = Callable[[Any], bool]
+"""Of a node of autograd's graph."""
+Sum = Callable[[torch.Tensor], torch.Tensor]
+"""A gradient's sum over the ranks."""
 
 
-class PartialGradients:
-    """Those of one rank."""
+def sum_partial_gradients(values: torch.Tensor, path: str, is_column: Judge, is_whole: Judge, add_up: Sum) -> None:
+    """Have gradients added up from now on, of parameters that these values, a rank's part, come from.
 
-    def __init__(self, part: RankPart, mesh: Mesh) -> None:
-        self._tp, self._pp = mesh.tp, mesh.pp
-        self._of_sequences = [each for each in part.names if mesh.tp.size > 1 and needs_tp_sum(each)]
-        self._owners = {each: part.owners[name] for each, name in part.names.items() if name in part.owners}
-        self.parameters = tuple(dict.fromkeys([*self._of_sequences, *self._owners]))
-
-    async def settle(self) -> None:
-        """Add the parts up. All ranks that have some have to call it."""
-        if self._of_sequences:
-            homes = [home_of(each) for each in self._of_sequences]
-            joined = torch.cat([each.flatten() for each in homes])
-            await self._tp.all_reduce(joined)
-            for home, total in zip(homes, joined.split([each.numel() for each in homes]), strict=True):
-                home.copy_(total.view_as(home))
-        for parameter, owners in self._owners.items():
-            await self._add_up(home_of(parameter), owners)
-
-    async def _add_up(self, gradient: torch.Tensor, owners: tuple[int, ...]) -> None:
-        """In the order of ranks on each of them, so that all have the same bits."""
-        parts = {rank: gradient if rank == self._pp.rank else torch.empty_like(gradient) for rank in owners}
-        peers = [rank for rank in owners if rank != self._pp.rank]
-        sends = [self._pp.send(gradient, rank) for rank in peers]
-        receives = [self._pp.recv(parts[rank], rank) for rank in peers]
-        for work in (*sends, *receives):
-            await work
-        total = parts[owners[0]].clone()
-        for rank in owners[1:]:
-            total += parts[rank]
-        gradient.copy_(total)
+    path: whose input the values are, for messages.
+    is_column: the search ends at these nodes.
+    is_whole: nodes that give values of which every rank has all.
+    """
+    for node in _nodes(values, is_column):
+        if is_whole(node):
+            raise _mixed(path, "values of which every rank has all")
+        if adds_by_hand(node):
+            raise _mixed(path, "a Linear or Embedding that is not cut")
+        leaf = getattr(node, "variable", None)
+        if leaf is None:
+            continue
+        if not isinstance(leaf, nn.Parameter):
+            raise _mixed(path, "values of which every rank has all")
+        if cut_of(leaf) is None and not needs_tp_sum(leaf) and not hasattr(leaf, "is_added_up"):
+            leaf.is_added_up = True  # type: ignore[attr-defined]
+            leaf.register_hook(add_up)  # type: ignore[no-untyped-call]
 
 
-def home_of(parameter: nn.Parameter) -> torch.Tensor:
-    """Where its gradient lies."""
-    home: torch.Tensor = parameter.gradient_home  # type: ignore[attr-defined]
-    return home
+def _nodes(values: torch.Tensor, is_end: Judge) -> Iterator[Any]:
+    """The graph from these values back to where it ends."""
+    seen: set[Any] = set()
+    found: list[Any] = [values.grad_fn]
+    while found:
+        node = found.pop()
+        if node is not None and node not in seen and not is_end(node):
+            seen.add(node)
+            yield node
+            found += [before for before, _ in node.next_functions]
+
+
+def _mixed(path: str, what: str) -> InvalidCall:
+    return InvalidCall(
+        f"parallel.tensor_plan: the input of {path}, of which each rank has a part, comes from columns and also from "
+        f"{what}, whose gradient would be wrong on every rank. Between columns and what joins them again there may be "
+        "parameters that are used directly, as a norm's. Cut the rest as well, or have all of it replicated."
+    )

@@ -1,4 +1,4 @@
-"""One rank's part of a run: its stages with their weights, what they are called in the whole model, who else has them."""
+"""One rank's part of a run: its stages with their weights, what these are called, and who else has them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from parallel3d.config import RunConfig
 from parallel3d.models.build import build_model
 from parallel3d.models.materialize import materialize
 from parallel3d.rank_mesh import Mesh
-from parallel3d.sharding import apply_shards, cut_of
+from parallel3d.sharded import cut_of
+from parallel3d.sharding import apply_shards
 from parallel3d.stage import Stage
+from parallel3d.tensor_parallel import Partners
 from process_groups.tensor_exchange import TensorExchange
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
@@ -32,7 +34,8 @@ class RankPart:
     """Of its parameters, each once: the path in the whole model."""
     owners: dict[str, tuple[int, ...]]
     """Of parameters that several pipeline ranks have, which have to stay the same: those ranks."""
-    exchange: TensorExchange | None
+    partners: Partners | None
+    """What its cut modules have in common; None where nothing is cut."""
     tp_rank: int
     pp_rank: int
 
@@ -59,8 +62,7 @@ class RankPart:
 def assemble(blueprint: Blueprint, config: RunConfig, mesh: Mesh, exchange: TensorExchange | None) -> RankPart:
     """Make this rank's stages. They get their memory and first values here; the others' stay without."""
     model, table = blueprint.model, blueprint.table
-    if exchange is not None:
-        apply_shards(model, blueprint.shards, exchange)
+    partners = None if exchange is None else apply_shards(model, blueprint.shards, exchange)
     mine = table.stages_of_rank(mesh.pp.rank)
     owners = dict(_shared_over_ranks(blueprint))
     modules = {path: module for stage in mine for path, module in _modules(blueprint, stage)}
@@ -72,7 +74,7 @@ def assemble(blueprint: Blueprint, config: RunConfig, mesh: Mesh, exchange: Tens
     paths = model.names()
     parameters = {each: None for stage in stages.values() for each in stage.module.parameters()}
     names = {each: paths[id(each)] for each in parameters}
-    return RankPart(blueprint, stages, names, owners, exchange, mesh.tp.rank, mesh.pp.rank)
+    return RankPart(blueprint, stages, names, owners, partners, mesh.tp.rank, mesh.pp.rank)
 
 
 def _modules(blueprint: Blueprint, stage: int) -> Iterator[tuple[str, nn.Module]]:

@@ -5,8 +5,8 @@ The input part of a backward (I) runs autograd with `collecting`: Linear and Emb
 runs twice, and what knows nothing of the queue is finished in I.
 
 A parameter may have a `gradient_home`, memory that its gradient shall lie in, and an `on_gradient` that wants to be
-told of every addition. A step begins with `.grad` None; the first addition then writes the home, so that nothing has
-to be zeroed, and becomes the `.grad`.
+told of every addition, and whether it was made by hand. A step begins with `.grad` None; the first addition then writes
+the home, so that nothing has to be zeroed, and the home becomes the `.grad`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _collected: ContextVar[deque[Job] | None] = ContextVar("collected_weight_gradien
 def later(job: Job) -> None:
     """Do this in the weight part of the backward that is under way; now, if it is not split.
 
-    For the `backward` of a `torch.autograd.Function` of your own: let `job` add to the weight's `.grad`, and return
-    None as the weight's gradient.
+    For the `backward` of a `torch.autograd.Function` of your own: let `job` call `add_to_gradient`, and return None as
+    the weight's gradient.
     """
     queue = _collected.get()
     if queue is None:
@@ -60,11 +60,16 @@ def collecting(queue: deque[Job]) -> Iterator[None]:
 # Adding to a gradient, in a backward or a job: where nothing is differentiated.
 
 
-def gradient_is_there(parameter: torch.Tensor) -> None:
-    """Something was added to the parameter's gradient. As a hook of its own it is told of what autograd adds."""
+def gradient_is_there(parameter: torch.Tensor, by_hand: bool = True) -> None:
+    """Something was added to the parameter's gradient."""
     told = getattr(parameter, "on_gradient", None)
     if told is not None:
-        told(parameter)
+        told(by_hand)
+
+
+def autograd_was_there(parameter: torch.Tensor) -> None:
+    """A hook for `register_post_accumulate_grad_hook` that tells of what autograd itself adds."""
+    gradient_is_there(parameter, by_hand=False)
 
 
 def add_product(weight: torch.Tensor, gradients: torch.Tensor, inputs: torch.Tensor) -> None:
@@ -146,13 +151,14 @@ class _Linear(torch.autograd.Function):
             gradient, values = gradient.flatten(0, -2), values.flatten(0, -2)
         queue = _collected.get()
         if queue is None:
-            _add_linear(weight, bias, gradient, values)
+            add_linear(weight, bias, gradient, values)
         else:
-            queue.append(partial(_add_linear, weight, bias, gradient, values))
+            queue.append(partial(add_linear, weight, bias, gradient, values))
         return of_values, None, None, None
 
 
-def _add_linear(weight: torch.Tensor, bias: torch.Tensor | None, gradients: torch.Tensor, inputs: torch.Tensor) -> None:
+def add_linear(weight: torch.Tensor, bias: torch.Tensor | None, gradients: torch.Tensor, inputs: torch.Tensor) -> None:
+    """Add a linear's part, of the gradients of its outputs and its inputs, a row each."""
     if weight.requires_grad:
         add_product(weight, gradients, inputs)
     if bias is not None and bias.requires_grad:
@@ -197,6 +203,11 @@ def _add_embedding(weight: torch.Tensor, indices: torch.Tensor, gradient: torch.
     if padding is not None:
         rows = rows.masked_fill((flat == padding).unsqueeze(-1), 0)
     add_at_rows(weight, flat, rows)
+
+
+def adds_by_hand(node: object) -> bool:
+    """Whether a node of autograd's graph is a Linear's or an Embedding's, whose gradient autograd does not see."""
+    return getattr(type(node), "_forward_cls", None) in (_Linear, _Embedding)
 
 
 @functools.cache
@@ -249,7 +260,7 @@ def _is_free(parameter: torch.Tensor) -> bool:
     if not parameter.is_leaf or parameter._backward_hooks:
         return False
     hooks = parameter._post_accumulate_grad_hooks
-    return not hooks or all(hook is gradient_is_there for hook in hooks.values())
+    return not hooks or all(hook is autograd_was_there for hook in hooks.values())
 
 
 def split_weight_gradients(module: nn.Module) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from parallel3d.rank_mesh import Mesh
 from parallel3d.rank_part import RankPart
-from parallel3d.sharding import Cut, cut_of
+from parallel3d.sharded import Cut, cut_of
 from process_groups.group import Group
 
 
@@ -35,7 +35,7 @@ async def gather_weights(part: RankPart, mesh: Mesh) -> dict[str, torch.Tensor] 
 
 async def _joined(weights: torch.Tensor, cut: Cut, tp: Group) -> torch.Tensor:
     """From all tensor-parallel ranks. Parts may be of different sizes, so each travels in room for the largest."""
-    sizes = cut.sizes
+    sizes = [Cut.of_rank(cut.dim, cut.whole_size, rank, tp.size).size for rank in range(tp.size)]
     first = weights.movedim(cut.dim, 0)
     padded = first.new_zeros((1, max(sizes), *first.shape[1:]))
     padded[0, : len(first)] = first

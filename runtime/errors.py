@@ -8,6 +8,7 @@ Parallel3DError
 │   └── ScheduleDeadlock   a table whose ranks would wait for each other; lives in parallel3d.simulation
 ├── DataError              a sample could not be had, or does not fit the others or the model
 ├── BenchmarkError         a contestant of a benchmark failed, or computed something wrong
+├── NonFiniteGradient      gradients have become NaN or infinite; carries the ranks that have them
 └── CommunicationError     something between ranks; carries rank, coords, step and action
     ├── Mismatch           ranks called different things
     ├── PeerLost           they died, or left
@@ -18,6 +19,7 @@ Parallel3DError
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 
@@ -79,6 +81,18 @@ class DataError(Parallel3DError):
 
 class BenchmarkError(Parallel3DError):
     """A contestant of a benchmark failed, or computed something wrong: there are no figures."""
+
+
+class NonFiniteGradient(Parallel3DError, ArithmeticError):
+    """A step's gradients are not all finite, and the weights are unchanged. Raised on every rank alike; `ranks` are
+    those that have such gradients."""
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = (), step: int | None = None) -> None:
+        super().__init__(message)
+        self.message, self.ranks, self.step = message, tuple(ranks), step
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(NonFiniteGradient, ranks=self.ranks, step=self.step), (self.message,)
 
 
 class CommunicationError(Parallel3DError):

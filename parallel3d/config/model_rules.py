@@ -36,6 +36,18 @@ def _kv_heads_divide_heads(config: RunConfig, _: int | None) -> Iterator[Finding
         )
 
 
+def _heads_are_even(config: RunConfig, _: int | None) -> Iterator[Finding]:
+    if not isinstance(config.model, LlamaModel):
+        return
+    width, heads = config.model.args.width, config.model.args.heads
+    if width % heads == 0 and width // heads % 2:
+        yield Finding(
+            ("model.args.heads", "model.args.width"),
+            f"width({width}) / heads({heads}) = {width // heads}, but rotary positions turn pairs of channels.",
+            f"Set width to {near_multiples(width, 2 * heads)}.",
+        )
+
+
 def _tp_divides_sizes(config: RunConfig, _: int | None) -> Iterator[Finding]:
     tp = config.parallel.tp
     fitting = near_divisors(math.gcd(*_cut_sizes(config).values()), tp)
@@ -151,6 +163,7 @@ def _one_source_of_data(config: RunConfig, _: int | None) -> Iterator[Finding]:
 
 MODEL_RULES = (
     Rule(_heads_divide_width, ("model.factory", "model.args.width", "model.args.heads")),
+    Rule(_heads_are_even, ("model.factory", "model.args.width", "model.args.heads")),
     Rule(_kv_heads_divide_heads, ("model.factory", "model.args.heads", "model.args.kv_heads")),
     Rule(
         _tp_divides_sizes,

@@ -101,6 +101,15 @@ def test_modules_may_be_given_with_or_without_what_is_inside_them():
     assert same(dict(model.whole.named_parameters()), whole)
 
 
+def test_what_is_in_the_whole_goes_by_its_path_there():
+    whole = fill(gpt()())
+    model = gpt()()
+    wrapped = nn.Sequential(nn.Identity(), model.module("blocks.2"))
+    materialize(model, [("elsewhere", wrapped)], 5, torch.float32, "cpu")
+    found = {name: each for name, each in model.whole.named_parameters() if not each.is_meta}
+    assert same(found, {name: each for name, each in whole.items() if name.startswith("blocks.2.")})
+
+
 def test_the_seed_changes_every_weight_that_is_drawn():
     one, other = fill(gpt()(), seed=1), fill(gpt()(), seed=2)
     unchanged = [name for name in one if torch.equal(one[name], other[name])]
