@@ -155,9 +155,10 @@ class _Steps:
 
     def _bandwidth(self, step: TrainStep, began: float) -> float | None:
         """Of the gradients' all-reduce, or of others where it had none: 10^9 bytes a second over each rank's link."""
-        size = self._mesh.dp.size
         if step.reduced_bytes and step.reduced_seconds > 0:
-            return bus_factor("all_reduce", size) * step.reduced_bytes / step.reduced_seconds / 1e9
+            # With ZeRO-1 it is the first half of an all-reduce; the other half moves weights.
+            kind = "reduce_scatter" if self._coordinator.config.optimizer.shard else "all_reduce"
+            return bus_factor(kind, self._mesh.dp.size) * step.reduced_bytes / step.reduced_seconds / 1e9
         calls = [call for call in self._mesh.collectives.since(began) if call.kind == "all_reduce"]
         moved = sum(call.num_bytes * bus_factor(call.kind, call.num_ranks) for call in calls)
         seconds = sum(call.seconds for call in calls if call.num_ranks > 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -26,7 +25,7 @@ from runtime.threads import DaemonThreads
 
 EXIT_FAILED, EXIT_HUNG = 4, 124
 # torch imports its compiler with the first optimizer: over a second, once instead of in every rank.
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "numpy", "uvloop", "parallel3d.trainer")
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "numpy", "uvloop", "parallel3d.coordinator", "parallel3d.trainer")
 _RANK = Target("parallel3d.trainer", is_module=True)
 _SHADOW_CHECK = "parallel3d.shadows:refuse_shadows"
 _STOP_SECONDS = 3.0
@@ -215,8 +214,8 @@ class Run:
         Gives the first step that it counts for, or None where the run ended before.
         """
         task = self._entered()
-        if rate is not None and not (isinstance(rate, int | float) and 0 <= rate < math.inf):
-            raise InvalidCall(f"set_learning_rate: {rate!r}: give a number that is not negative, or None.")
+        if rate is not None and not (isinstance(rate, int | float) and 0 <= rate < 1e6):
+            raise InvalidCall(f"set_learning_rate: {rate!r}: give a number from 0 to below a million, or None.")
         if task.done():
             return None
         self._change(learning_rate=None if rate is None else float(rate))
