@@ -161,7 +161,7 @@ def test_what_is_refused_before_a_rank_starts(folder, trouble, words, error):
     ("trouble", "error"),
     [
         ("raise", "rank 1 (dp=1 tp=0 pp=0) failed first: ArithmeticError: this layer does not feel like it"),
-        ("nan", "rank 1 (dp=1 tp=0 pp=0)"),
+        ("nan", "NonFiniteGradient: "),
         ("shape", "failed first: "),
         ("nan input", "rank 0 (dp=0 tp=0 pp=0)"),
     ],
