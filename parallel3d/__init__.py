@@ -14,6 +14,7 @@ refuse_shadows()
 
 if TYPE_CHECKING:
     from parallel3d.config import RunConfig as RunConfig
+    from parallel3d.coordinator import Coordinator as Coordinator
     from parallel3d.rank_mesh import Mesh as Mesh
     from parallel3d.rank_mesh import in_process as in_process
     from parallel3d.rank_mesh import mesh as mesh
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "RunConfig": "parallel3d.config",
+    "Coordinator": "parallel3d.coordinator",
     "Mesh": "parallel3d.rank_mesh",
     "mesh": "parallel3d.rank_mesh",
     "in_process": "parallel3d.rank_mesh",

@@ -27,7 +27,7 @@ from parallel3d.rank_part import RankPart, assemble, measure_cut
 from parallel3d.schedules.actions import Kind
 from parallel3d.schedules.gpipe import gpipe_of_stages
 from parallel3d.schedules.table import Table
-from parallel3d.seeding import seed_of
+from parallel3d.seeding import seed_from_now_on, seed_of
 from parallel3d.sharding import Shards
 from parallel3d.vocabulary import gather_logits, vocab_cross_entropy
 from parallel3d.whole_weights import gather_weights
@@ -79,7 +79,7 @@ class Coordinator:
         apart = gpipe_of_stages(blueprint.table.rank_of_stage, blueprint.table.microbatches)
         self._executor_apart = self._make_executor(apart)
         self._evaluator = self._make_executor(apart.forward_only())
-        torch.manual_seed(_dropout_seed(config, rank_mesh))
+        await rank_mesh.compute(seed_from_now_on, _dropout_seed(config, rank_mesh))
 
     def _make_executor(self, table: Table) -> Executor:
         return Executor(

@@ -29,7 +29,8 @@ class LateGradients:
             homes = [home_of(each) for each in self._of_sequences]
             joined = torch.cat([each.flatten() for each in homes])
             await self._tp.all_reduce(joined)
-            for home, total in zip(homes, joined.split([each.numel() for each in homes]), strict=True):
+            sizes = [each.numel() for each in homes]
+            for home, total in zip(homes, torch.split(joined, sizes), strict=True):
                 home.copy_(total.view_as(home))
         for parameter, owners in self._owners.items():
             await self._add_up(home_of(parameter), owners)

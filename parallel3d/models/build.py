@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
@@ -36,8 +35,8 @@ def _built(config: RunConfig) -> LayeredModel:
         return build_llama(config.model.args)
     if isinstance(config.model, CustomModel):
         return _of_user(config.model, config.num_stages, config.train.seed)
-    # Imported only here, for it needs an optional package.
-    build_hf: Callable[[RunConfig], LayeredModel] = importlib.import_module("parallel3d.models.hf").build_hf
+    from parallel3d.models.hf import build_hf  # only here: few runs need it
+
     return build_hf(config)
 
 

@@ -21,7 +21,7 @@ from parallel3d.models.hf_row import find_adapt, find_row
 from parallel3d.models.layered import LayeredModel
 from parallel3d.models.stored_weights import StoredWeights, find_weights
 
-_OLDEST = 5  # earlier ones have no `_init_weights` for what is not stored, such as rotary frequencies
+_OLDEST = 5  # 5.0.0 was tried; what is older was not
 _INSTALL = "Install what it needs: pip install 'parallel3d[hf]'"
 # transformers takes these too, but lists them nowhere.
 _UNLISTED_KEYS = {
