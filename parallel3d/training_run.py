@@ -24,8 +24,15 @@ from runtime.script import Target
 from runtime.threads import DaemonThreads
 
 EXIT_FAILED, EXIT_HUNG = 4, 124
-# torch imports its compiler with the first optimizer: over a second, once instead of in every rank.
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "numpy", "uvloop", "parallel3d.coordinator", "parallel3d.trainer")
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",  # torch imports it with the first optimizer: over a second in every rank
+    "numpy",
+    "uvloop",
+    "parallel3d.coordinator",
+    "parallel3d.trainer",
+)
 _RANK = Target("parallel3d.trainer", is_module=True)
 _SHADOW_CHECK = "parallel3d.shadows:refuse_shadows"
 _STOP_SECONDS = 3.0
@@ -44,7 +51,8 @@ def start(config: str | Path | RunConfig, *, overrides: Mapping[str, Any] | None
             raise InvalidCall("start: a RunConfig is complete; load its file with overrides instead.")
         return Run(config)
     place = "overrides runtime.run_dir" if overrides and "runtime.run_dir" in overrides else str(config)
-    return Run(load_config(config, overrides=overrides or {}, overrides_are="overrides"), place=place)
+    loaded = load_config(config, overrides=overrides or {}, overrides_are="overrides")
+    return Run(loaded, source=str(config), place=place)
 
 
 def warm_up_for(config: RunConfig) -> WarmServer:
@@ -82,16 +90,18 @@ class Run:
         self,
         config: RunConfig,
         *,
+        source: str = "",
         place: str = "runtime.run_dir",
         facts: ModelFacts | None = None,
         warm: WarmServer | None = None,
         target: Target | None = None,
         on_step: Callable[[RunStep], None] | None = None,
     ) -> None:
-        """`place` is where the user named the folder; `facts` are those of a check that was made already."""
+        """source: how errors name the file. place: where the user named the folder. facts: of an earlier check."""
         check_run_dir(config, place)
         self.config, self.run_id = config, new_run_id()
-        self._place, self._facts, self._warm, self._target, self._on_step = place, facts, warm, target or _RANK, on_step
+        self._source, self._place, self._facts = source, place, facts
+        self._warm, self._target, self._on_step = warm, target or _RANK, on_step
         self._wish: dict[str, Any] = {"number": 0, "stops": False, "learning_rate": None}
         self._waiting: dict[int, asyncio.Future[int | None]] = {}
         """For all ranks to agree to a wish, by its number."""
@@ -116,8 +126,7 @@ class Run:
             spec = self._spec()
             logs = prepare(spec)
             if self._facts is None:
-                checking = DaemonThreads("parallel3d-check", limit=1).submit(check_before_start, self.config)
-                self._facts = await asyncio.wrap_future(checking)
+                self._facts = await self._check()
             self.record.facts = self._facts
             self._folder = RunFolder.create(self.config, self.run_id, self._place)
         except BaseException:
@@ -132,6 +141,13 @@ class Run:
         self._task = asyncio.create_task(self._supervise(), name=f"run {self.run_id}")
         self._task.add_done_callback(lambda _: self._news.set())
         return self
+
+    async def _check(self) -> ModelFacts:
+        """In a thread that no program waits for: a factory of the user's may take its time."""
+        thread = DaemonThreads("parallel3d-check", limit=1)
+        checking = thread.submit(check_before_start, self.config, self._source)
+        thread.stop()
+        return await asyncio.wrap_future(checking)
 
     def _spec(self) -> LaunchSpec:
         return LaunchSpec(

@@ -65,10 +65,10 @@ def _run(file: Path, overrides: Mapping[str, str], place: str, as_json: bool) ->
         from parallel3d.cli.run_as_rank import run_as_rank
 
         return run_as_rank(file, overrides, place, as_json)
-    return _supervise(load_config(file, overrides=overrides), place, as_json)
+    return _supervise(load_config(file, overrides=overrides), str(file), place, as_json)
 
 
-def _supervise(config: RunConfig, place: str, as_json: bool) -> int:
+def _supervise(config: RunConfig, source: str, place: str, as_json: bool) -> int:
     from parallel3d.before_start import check_before_start
     from parallel3d.run_folder import check_run_dir
     from parallel3d.training_run import warm_up_for
@@ -80,7 +80,7 @@ def _supervise(config: RunConfig, place: str, as_json: bool) -> int:
     try:
         warm = warm_up_for(config)  # imports torch while this process does
         try:
-            return _train(config, place, check_before_start(config), warm, as_json)
+            return _train(config, place, check_before_start(config, source), warm, as_json)
         finally:
             warm.discard()
     finally:

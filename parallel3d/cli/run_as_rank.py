@@ -30,7 +30,7 @@ def run_as_rank(file: Path, overrides: Mapping[str, str], place: str, as_json: b
         config = load_config(file, overrides=overrides, world_size=environment.world_size)
         if is_first:  # the others may find what rank 0 has written by now
             check_run_dir(config, place)
-        facts = check_before_start(config)
+        facts = check_before_start(config, str(file), environment.local_world_size)
         folder = RunFolder.create(config, new_run_id(), place) if is_first else None
     except ConfigError:
         if is_first:

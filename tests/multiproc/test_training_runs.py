@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import os
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import parallel3d
 from tests.processes import ROOT, Started, write_script
 from tests.ranks import slurm_variables, torch_variables
 
@@ -229,3 +231,22 @@ def test_configurations_run(tmp_path, name):
     with run(tmp_path, str(file), "--set", "train.steps=2") as started:
         assert started.finish(100) == 0, started.stderr.text
     assert metrics(tmp_path)["steps"] == 2
+
+
+async def test_from_an_async_app(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    async with asyncio.timeout(60), parallel3d.start("run.yaml", overrides={"train.steps": 4, "parallel.tp": 2}) as run:
+        losses = [step.loss async for step in run]
+        summary = await run.summary()
+    assert summary.losses == tuple(losses)
+    assert (summary.status, len(losses), summary.metrics["parameters"] > 30_000) == ("completed", 4, True)
+    assert sorted(os.listdir(summary.folder)) == FILES
+    assert summary.folder.parent == Path("runs")
+
+
+async def test_an_app_is_told_what_is_wrong_before_a_rank_starts(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    wrong = {"parallel.tensor_plan": {"nothing.*": "column"}, "parallel.tp": 2}
+    with pytest.raises(parallel3d.ConfigError, match=r"^run.yaml  parallel.tensor_plan\[\"nothing"):
+        await parallel3d.start("run.yaml", overrides=wrong).__aenter__()
+    assert sorted(os.listdir(folder)) == ["own.py", "own.yaml", "run.yaml"]
