@@ -105,6 +105,31 @@ async def test_a_users_own_plan():
     await parallel3d.in_process(partial(check, given), ranks=4)
 
 
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 37,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tie_word_embeddings": True}, {"model_type": "qwen3", "head_dim": 4}],
+    ids=["llama", "tied", "qwen3"],
+)
+async def test_a_hugging_face_model(changes):
+    given = settings(1, 2, 2, optimizer__name="sgd")
+    given["model"] = {"factory": "hf", "args": {"config": {**LLAMA, **changes}, "sequence": 8}}
+    del given["model.args"]
+    build_model(load_config(None, overrides=given))  # transformers can't be imported by several threads at once
+    # Its norms compute in float32, also in a model of float64.
+    await parallel3d.in_process(partial(check, given, tolerance=1e-6), ranks=4)
+
+
 async def test_batches_of_the_configured_data():
     async def main(coordinator):
         return [await coordinator.train_step(batch) async for batch in coordinator.batches()]
