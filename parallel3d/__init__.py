@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from parallel3d.rank_mesh import Mesh as Mesh
     from parallel3d.rank_mesh import in_process as in_process
     from parallel3d.rank_mesh import mesh as mesh
+    from parallel3d.training_run import Run as Run
+    from parallel3d.training_run import start as start
     from process_groups.group import Group as Group
     from runtime.errors import CommunicationError as CommunicationError
     from runtime.errors import ConfigError as ConfigError
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from runtime.errors import NonFiniteGradient as NonFiniteGradient
     from runtime.errors import Parallel3DError as Parallel3DError
     from runtime.errors import PeerLost as PeerLost
+    from runtime.errors import RunFailed as RunFailed
     from runtime.loop import run as run
 
 __version__ = "0.1.0"
@@ -40,6 +43,8 @@ _HOME = {
     "Mesh": "parallel3d.rank_mesh",
     "mesh": "parallel3d.rank_mesh",
     "in_process": "parallel3d.rank_mesh",
+    "Run": "parallel3d.training_run",
+    "start": "parallel3d.training_run",
     "Group": "process_groups.group",
     "run": "runtime.loop",
     **dict.fromkeys(
@@ -47,6 +52,7 @@ _HOME = {
             "Parallel3DError",
             "ConfigError",
             "LaunchError",
+            "RunFailed",
             "InvalidCall",
             "DataError",
             "NonFiniteGradient",

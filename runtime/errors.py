@@ -3,6 +3,7 @@
 Parallel3DError
 ├── ConfigError            the YAML file, --set or the environment: all problems at once
 ├── LaunchError            ranks could not be started, or this process is not one of them
+│   └── RunFailed          a rank of a run failed; names it, says how, and where the run's files are
 ├── InvalidCall            a call that is wrong on this rank alone; nothing was sent
 │   └── ScheduleDeadlock   a table whose ranks would wait for each other; lives in parallel3d.simulation
 ├── DataError              a sample could not be had, or does not fit the others or the model
@@ -50,6 +51,24 @@ class ConfigError(Parallel3DError):
 
 class LaunchError(Parallel3DError):
     """Ranks could not be started, or this process does not know which rank it is."""
+
+
+class RunFailed(LaunchError):
+    """A run's ranks were started and did not end well. `rank` and `coords` name the one that failed first."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        coords: Coords | None = None,
+        step: int | None = None,
+        traceback: str = "",
+        exit_code: int = 4,
+    ) -> None:
+        super().__init__(message)
+        self.message, self.rank, self.coords, self.step = message, rank, coords, step
+        self.traceback, self.exit_code = traceback, exit_code
 
 
 class InvalidCall(Parallel3DError, ValueError):

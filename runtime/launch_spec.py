@@ -41,6 +41,8 @@ class LaunchSpec:
     with_prefix: bool = True
     only: frozenset[int] | None = None
     """Ranks shown on the console; None: all."""
+    stdout_to_stderr: bool = False
+    """What ranks print is not the launcher's own data."""
 
     def check(self) -> None:
         """Raise LaunchError that says what is wrong, before a process starts."""
