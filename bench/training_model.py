@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from pipeline_models import LAYERS, VOCABULARY, WIDTH, Block
 from torch import nn
@@ -19,7 +21,7 @@ TENSOR_PLAN = {
 class SmallGPT(nn.Module):
     """Blocks `first` to `last`; the embedding and the head only where they belong."""
 
-    tensor_plan = TENSOR_PLAN
+    tensor_plan: ClassVar = TENSOR_PLAN
 
     def __init__(self, first: int = 0, last: int = LAYERS) -> None:
         super().__init__()

@@ -155,6 +155,8 @@ class Coordinator:
 
     async def train_step(self, batch: Batch | tuple[Any, Any]) -> TrainStep:
         """Forward, backward and update, all microbatches of the batch. The loss is the whole mesh's on every rank."""
+        if self._begun is not None:
+            raise InvalidCall("train_step: a forward_pass waits for its backward_pass.")
         start = time.perf_counter()
         under_way = await self._start(self._executor, batch)
         tensor_waits = self._tensor_waits()
