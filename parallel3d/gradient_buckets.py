@@ -98,7 +98,8 @@ def _move_in(place: Place, weights: torch.Tensor, gradients: torch.Tensor) -> to
     home.copy_(parameter)
     parameter.data = home
     parameter.grad = None
-    gradient_home = gradients[start:stop].view(parameter.shape)
+    # Through .data, each has a version of its own: it tells whether this gradient was changed, not any.
+    gradient_home = gradients.data[start:stop].view(parameter.shape)
     parameter.gradient_home, parameter.on_gradient = gradient_home, None  # type: ignore[attr-defined]
     return gradient_home
 

@@ -200,9 +200,10 @@ class GradientSync:
         """Once the engine's part has ended: until every gradient is the sum over the replicas, or this rank's slice of
         it is."""
         step = self._step
-        left = [stage for stage in self._order if stage not in step.done]
-        if step.is_over or left:
-            raise InvalidCall("finish: " + (f"the stages {left} are not done." if left else "no step is under way."))
+        if step.is_over:
+            raise InvalidCall("finish: no step is under way.")
+        if left := [stage for stage in self._order if stage not in step.done]:
+            raise InvalidCall(f"finish: the stages {left} are not done.")
         try:
             if self._num_early < len(self.buckets) and self._settle_late is not None:
                 await self._settle_late()
