@@ -26,7 +26,8 @@ async def train(tell: Tell) -> None:
                 replica = Replica(mesh, stages, CONFIG, bucket_bytes=200_000, shard=shard)
                 assert len(replica.sync.buckets) >= 4
                 trained.append(await replica.train(3, dtype, WIDTH))
-                assert replica.sync.reduced.num_bytes == sum(each.gradients.nbytes for each in replica.sync.buckets)
+                buckets = replica.sync.buckets
+                assert replica.sync.reduced.num_bytes == sum(each.flat_gradients.nbytes for each in buckets)
                 assert replica.sync.bus_bandwidth > 0
             assert_same(trained)
         tell((trained[0].norms, [each.numpy() for each in trained[0].weights]))

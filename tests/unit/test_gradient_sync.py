@@ -62,31 +62,54 @@ def test_matrices_come_first():
     assert matrices_first([a, b, c]) == [b, c, a]
 
 
-@pytest.mark.parametrize("dp", [1, 2, 3])
+def several() -> list[nn.Parameter]:
+    return [parameter(3, 7), parameter(5), parameter(0), parameter(1, 9), parameter(2, dtype=torch.float64)]
+
+
+@pytest.mark.parametrize("dp", [2, 3])
 async def test_where_everything_lies(dp):
     async def main(mesh):
-        given = [parameter(3, 7), parameter(5), parameter(0), parameter(1, 9), parameter(2, dtype=torch.float64)]
+        given = several()
         values = [each.detach().clone() for each in given]
         sync = GradientSync(mesh, {4: given}, [4], bucket_bytes=1 << 20)
-        assert [[place.parameter for place in each.places] for each in sync.buckets] == [
-            [given[4]],
-            [given[3], given[0], given[2], given[1]],
-        ]
+        assert [each.parameters for each in sync.buckets] == [[given[4]], [given[3], given[0], given[2], given[1]]]
         for bucket in sync.buckets:
-            size = bucket.weights.numel()
+            size = bucket.flat_weights.numel()
             assert size % (64 * dp) == 0
             assert [bucket.bounds(index) for index in (0, dp - 1)] == [(0, size // dp), (size - size // dp, size)]
-            for place in bucket.places:
-                of_weight = bucket.weights[place.start : place.stop]
-                assert (place.start * bucket.weights.element_size()) % 64 == 0
-                assert place.parameter.numel() == 0 or of_weight.data_ptr() == place.parameter.data_ptr()
-                of_gradient = bucket.gradients[place.start : place.stop]
-                assert of_gradient.data_ptr() == place.parameter.gradient_home.data_ptr()
-                assert place.parameter.gradient_home.shape == place.parameter.shape
+            for each, start in zip(bucket.parameters, bucket.starts, strict=True):
+                of_weight, of_gradient = bucket.flat_weights[start:], bucket.flat_gradients[start:]
+                assert (start * each.element_size()) % 64 == 0
+                assert each.numel() == 0 or of_weight.data_ptr() == each.data_ptr()
+                assert each.numel() == 0 or of_gradient.data_ptr() == each.gradient_home.data_ptr()
+                assert each.gradient_home.shape == each.shape
         assert all(torch.equal(a, b) for a, b in zip(given, values, strict=True))
         assert all(each.is_leaf and each.requires_grad for each in given)
 
     await on_ranks(main, dp)
+
+
+async def test_a_single_replica_leaves_everything_where_it_is():
+    """But late gradients, which others shall add to, have a home."""
+
+    async def main(mesh):
+        given = several()
+        turned = nn.Parameter(torch.randn(3, 4).t())
+        where = [each.data_ptr() for each in given]
+        sync = GradientSync(mesh, {4: [*given, turned]}, [4], bucket_bytes=1 << 20, late=given[:1])
+        assert [each.data_ptr() for each in given[1:]] == where[1:]
+        assert [each.gradient_home for each in given[1:]] == [None] * 4
+        assert sync.flat_late(given[:1])[0].data_ptr() == given[0].gradient_home.data_ptr()
+        sync.begin()
+        (turned.exp().sum() + given[0].sum()).backward()
+        sync.stage_done(4)
+        await sync.finish()
+        assert given[0].grad is given[0].gradient_home
+        assert all(each.grad.is_contiguous() and not each.grad.any() for each in given[1:])
+        assert torch.equal(turned.grad, turned.exp())
+        assert turned.is_contiguous()
+
+    await on_ranks(main, 1)
 
 
 async def test_what_cannot_be_laid_out():
@@ -126,7 +149,7 @@ async def test_what_got_no_gradient_counts_as_zero_and_sparse_ones_are_made_dens
         split_weight_gradients(both)
         sync = GradientSync(mesh, {0: list(both.parameters())}, [0], bucket_bytes=1 << 20)
         for bucket in sync.buckets:
-            bucket.gradients.fill_(torch.nan)
+            bucket.flat_gradients.fill_(torch.nan)
         for _ in range(2):
             sync.begin()
             assert [each.grad for each in both.parameters()] == [None] * 3
@@ -135,7 +158,7 @@ async def test_what_got_no_gradient_counts_as_zero_and_sparse_ones_are_made_dens
             await sync.finish()
             assert embedding.weight.grad.tolist() == [[1, 1], [1, 1], [0, 0], [2, 2], [0, 0]]
             assert not linear.weight.grad.any()
-            assert sync.reduced.num_bytes == sum(bucket.gradients.nbytes for bucket in sync.buckets)
+            assert sync.reduced.num_bytes == sum(bucket.flat_gradients.nbytes for bucket in sync.buckets)
             assert sync.reduced.seconds > 0
             assert sync.bus_bandwidth == sync.reduced.num_bytes / sync.reduced.seconds / 1e9
 
