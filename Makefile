@@ -13,7 +13,7 @@ setup: .venv/.installed
 	@touch $@
 
 run: setup
-	@$(BIN)/parallel3d launch -n 8 --no-prefix examples/mesh_tour.py configs/mesh-2x2x2.yaml
+	@$(BIN)/parallel3d run configs/mesh-2x2x2.yaml
 
 test: setup
 	$(BIN)/pytest tests

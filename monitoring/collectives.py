@@ -136,6 +136,16 @@ class CollectiveRecorder:
         """The latest calls, 1024 unless told otherwise, in the order in which they ended."""
         return [CollectiveEvent(*fields) for fields in self._latest.copy()]
 
+    def since(self, moment: float) -> list[CollectiveEvent]:
+        """Of the latest calls those that ended after a moment of `time.monotonic`, in the order in which they ended."""
+        found = []
+        for fields in reversed(self._latest.copy()):
+            *_, seconds, began = fields
+            if began + seconds < moment:
+                break
+            found.append(CollectiveEvent(*fields))
+        return found[::-1]
+
     def totals(self) -> dict[Key, CollectiveTotal]:
         """All calls since the mesh was made, by group, kind and strategy."""
         totals: dict[Key, CollectiveTotal] = {}

@@ -14,28 +14,37 @@ refuse_shadows()
 
 if TYPE_CHECKING:
     from parallel3d.config import RunConfig as RunConfig
+    from parallel3d.coordinator import Coordinator as Coordinator
     from parallel3d.rank_mesh import Mesh as Mesh
     from parallel3d.rank_mesh import in_process as in_process
     from parallel3d.rank_mesh import mesh as mesh
+    from parallel3d.training_run import Run as Run
+    from parallel3d.training_run import start as start
     from process_groups.group import Group as Group
     from runtime.errors import CommunicationError as CommunicationError
     from runtime.errors import ConfigError as ConfigError
+    from runtime.errors import DataError as DataError
     from runtime.errors import DeadlineExceeded as DeadlineExceeded
     from runtime.errors import GroupClosed as GroupClosed
     from runtime.errors import InvalidCall as InvalidCall
     from runtime.errors import LaunchError as LaunchError
     from runtime.errors import Mismatch as Mismatch
+    from runtime.errors import NonFiniteGradient as NonFiniteGradient
     from runtime.errors import Parallel3DError as Parallel3DError
     from runtime.errors import PeerLost as PeerLost
+    from runtime.errors import RunFailed as RunFailed
     from runtime.loop import run as run
 
 __version__ = "0.1.0"
 
 _HOME = {
     "RunConfig": "parallel3d.config",
+    "Coordinator": "parallel3d.coordinator",
     "Mesh": "parallel3d.rank_mesh",
     "mesh": "parallel3d.rank_mesh",
     "in_process": "parallel3d.rank_mesh",
+    "Run": "parallel3d.training_run",
+    "start": "parallel3d.training_run",
     "Group": "process_groups.group",
     "run": "runtime.loop",
     **dict.fromkeys(
@@ -43,7 +52,10 @@ _HOME = {
             "Parallel3DError",
             "ConfigError",
             "LaunchError",
+            "RunFailed",
             "InvalidCall",
+            "DataError",
+            "NonFiniteGradient",
             "CommunicationError",
             "Mismatch",
             "PeerLost",

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -24,9 +25,27 @@ from parallel3d.stage import Loss, Stage
 from process_groups.pipes import Pipe
 from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, InvalidCall, PeerLost, name_rank
 
+_OF_BACKWARDS = frozenset((Kind.B, Kind.I, Kind.W, Kind.SEND_B, Kind.RECV_B, Kind.REDUCE_GRAD))
 _PAUSE = 0.001  # seconds between looks whether there is room for the last messages
-Reduce = Callable[[int], Awaitable[None]]
-"""Reduces a stage's gradients over the replicas."""
+
+
+class Gradients(Protocol):
+    """What becomes of gradients. All but `finish` are called in the engine thread."""
+
+    def begin(self) -> None:
+        """Of a step."""
+
+    def last_backward(self, stage: int) -> AbstractContextManager[None]:
+        """Around a stage's last backward, where that is in one piece."""
+
+    def stage_done(self, stage: int) -> None:
+        """All gradients of a stage are there."""
+
+    async def finish(self) -> None:
+        """All is done with them that has to be done before they are used."""
+
+    def cancel(self) -> None:
+        """The step failed. On the event loop."""
 
 
 class Timed(NamedTuple):
@@ -59,9 +78,12 @@ class Executor:
         stages: Mapping[int, Stage],
         loss: Loss,
         *,
-        reduce: Reduce | None = None,
+        gradients: Gradients | None = None,
+        autocast: torch.dtype | None = None,
     ) -> None:
-        self._mesh, self._group, self._loss, self._reduce = mesh, mesh.pp, loss, reduce
+        self._mesh, self._group, self._loss, self._gradients = mesh, mesh.pp, loss, gradients
+        self._autocast = autocast
+        """The type of activations where it is not that of weights."""
         self.table = table.with_communication()
         if self.table.num_ranks != mesh.pp.size:
             raise InvalidCall(f"the table is for {self.table.num_ranks} ranks, but the mesh has pp = {mesh.pp.size}.")
@@ -73,8 +95,6 @@ class Executor:
                 f"pipeline rank {me} has the stages {list(self.table.stages_of_rank(me))}, but modules for "
                 f"{sorted(stages)} are given."
             )
-        if reduce is not None:
-            _check_not_shared(stages)
         self.stages, self._column = dict(stages), self.table.columns[me]
         self._incoming = {
             rank: self._received_from(column, me) for rank, column in enumerate(self.table.columns) if rank != me
@@ -82,8 +102,12 @@ class Executor:
         """From each peer, what its messages are, in order."""
         peers = [rank for rank in self._incoming if self._incoming[rank] or self._received_from(self._column, rank)]
         self._pipes: dict[int, Pipe] = {rank: mesh.pp.pipe(rank) for rank in peers}
-        self._loop = asyncio.get_running_loop()
-        self._reductions: list[asyncio.Task[None]] = []
+        kinds = [action.kind for action in self._column]
+        self._num_forward = next((at for at, kind in enumerate(kinds) if kind in _OF_BACKWARDS), len(kinds))
+        """Actions up to the first backward."""
+        self._is_forward_only = self._num_forward == len(kinds)
+        last = {action.stage: action for action in self._column if action.kind in (Kind.B, Kind.W)}
+        self._last_backwards = {action for action in last.values() if action.kind is Kind.B}
 
     def _received_from(self, column: Sequence[Action], rank: int) -> list[Action]:
         """The receives in which a column's sends to a rank end, in order."""
@@ -95,6 +119,12 @@ class Executor:
 
         The step's loss is the microbatches' losses, each times its weight: one over their number, if not given.
         """
+        begun = self.begin(inputs, targets, weights)
+        await begun.finish()
+        return Step(await self._share_loss(begun.loss), tuple(begun.timed), self._peaks())
+
+    def begin(self, inputs: Sequence[Any], targets: Sequence[Any], weights: Sequence[float] | None = None) -> Begun:
+        """A step that is carried out piece by piece, and whose loss stays on the last stage's rank."""
         num = self.table.microbatches
         weights = [1.0 / num] * num if weights is None else weights
         for name, given in (("inputs", inputs), ("targets", targets), ("weights", weights)):
@@ -102,20 +132,21 @@ class Executor:
                 raise InvalidCall(f"step: {len(given)} {name} for {num} microbatches.")
         if self._group.has_failed:
             raise GroupClosed("step: an earlier step failed, so messages of it may be on their way. Enter a new mesh.")
-        self._reductions = []
-        run = _Run(self, inputs, targets, weights)
-        computing = asyncio.ensure_future(self._mesh.compute(run.column))
+        return Begun(self, inputs, targets, weights)
+
+    async def carry_out(self, function: Callable[[], None], *, finish: bool) -> None:
+        """In the engine thread. Whatever goes wrong closes the mesh: messages of this step would be taken for the next
+        one's."""
+        computing = asyncio.ensure_future(self._mesh.compute(function))
         try:
             await asyncio.shield(computing)
-            for reduction in self._reductions:
-                await reduction
-            return Step(await self._share_loss(run.loss), tuple(run.timed), self._peaks())
+            if finish and self._gradients is not None:
+                await self._gradients.finish()
         except BaseException as error:
-            self._group.abort(error if isinstance(error, CommunicationError) else self._farewell(error))
-            for reduction in self._reductions:
-                reduction.cancel()
-            # The column ends soon, for its group is closed.
-            await asyncio.gather(computing, *self._reductions, return_exceptions=True)
+            self._mesh.abort(error if isinstance(error, CommunicationError) else self._farewell(error))
+            if self._gradients is not None:
+                self._gradients.cancel()
+            await asyncio.gather(computing, return_exceptions=True)  # it ends soon, for its groups are closed
             raise
 
     def _farewell(self, error: BaseException) -> CommunicationError:
@@ -149,24 +180,18 @@ class Executor:
         await self._group.broadcast(shared, root=self.table.rank_of_stage[-1])
         return float(shared)
 
+    def autocasting(self) -> AbstractContextManager[Any]:
+        """Around a forward; a backward takes the types that its forward had."""
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(self._group.device.type, self._autocast)
+
     def _peaks(self) -> dict[int, int]:
         return {index: stage.peak_activations for index, stage in self.stages.items()}
 
-    def start_reduction(self, stage: int) -> None:
-        """In the engine thread: the event loop shall reduce this stage's gradients, while others are computed."""
-        if self._reduce is not None:
-            self._loop.call_soon_threadsafe(self._reduce_on_loop, stage)
 
-    def _reduce_on_loop(self, stage: int) -> None:
-        async def reduce() -> None:
-            assert self._reduce is not None
-            await self._reduce(stage)
-
-        self._reductions.append(self._loop.create_task(reduce()))
-
-
-class _Run:
-    """One step, in the engine thread."""
+class Begun:
+    """One step under way."""
 
     def __init__(
         self,
@@ -184,14 +209,7 @@ class _Run:
         """Whose weight part is still to come, oldest first."""
         self._losses: list[torch.Tensor] = []
         self.timed: list[Timed] = []
-
-    def column(self) -> None:
-        """From the first action to the last."""
-        for stage in self._stages.values():
-            stage.begin()
-        for rank, pipe in self._executor._pipes.items():
-            pipe.expect(len(self._incoming[rank]))
-        do = {
+        self._do = {
             Kind.F: self._forward,
             Kind.B: self._backward,
             Kind.I: self._input_backward,
@@ -200,15 +218,44 @@ class _Run:
             Kind.SEND_B: self._send_backward,
             Kind.RECV_F: self._receive,
             Kind.RECV_B: self._receive,
+            Kind.REDUCE_GRAD: self._reduce,
         }
-        for action in self._executor._column:
-            start = time.perf_counter()
-            if action.kind is Kind.REDUCE_GRAD:
-                self._executor.start_reduction(action.stage)
-            else:
-                do[action.kind](action)
-            self.timed.append(Timed(action, start, time.perf_counter()))
+
+    async def forward(self) -> None:
+        """Up to the first backward."""
+        await self._executor.carry_out(self._first_part, finish=False)
+
+    async def finish(self) -> None:
+        """Whatever is left."""
+        await self._executor.carry_out(self._rest, finish=True)
+
+    # In the engine thread.
+
+    def _first_part(self) -> None:
+        self._begin()
+        self._carry_out(self._executor._num_forward)
         self._push_all()
+
+    def _rest(self) -> None:
+        if not self.timed:
+            self._begin()
+        self._carry_out(len(self._executor._column))
+        self._push_all()
+
+    def _begin(self) -> None:
+        for stage in self._stages.values():
+            stage.begin()
+        if self._executor._gradients is not None:
+            self._executor._gradients.begin()
+        for rank, pipe in self._executor._pipes.items():
+            pipe.expect(len(self._incoming[rank]))
+
+    def _carry_out(self, end: int) -> None:
+        with torch.set_grad_enabled(not self._executor._is_forward_only):
+            for action in self._executor._column[len(self.timed) : end]:
+                start = time.perf_counter()
+                self._do[action.kind](action)
+                self.timed.append(Timed(action, start, time.perf_counter()))
 
     def _push_all(self) -> None:
         """Until everything is on its way."""
@@ -236,17 +283,31 @@ class _Run:
             inputs = list(given) if isinstance(given, tuple | list) else [given]
         else:
             inputs = [each for each in self._taken(Kind.RECV_F, stage.index, microbatch) if each is not None]
-        output = stage.forward(microbatch, inputs)
+        with self._executor.autocasting():
+            output = stage.forward(microbatch, inputs)
+            if stage.is_last:
+                loss = self._executor._loss(output, self._targets[microbatch]) * self._weights[microbatch]
         if stage.is_last:
-            loss = self._executor._loss(output, self._targets[microbatch]) * self._weights[microbatch]
             stage.set_loss(microbatch, loss)
             self._losses.append(loss.detach())
-        elif not self._table.crosses_ranks(stage.index):
+        elif self._table.crosses_ranks(stage.index):
+            return  # kept until it is sent
+        else:
             self._here[Action(stage.index + 1, Kind.RECV_F, microbatch)] = [*stage.outputs(microbatch)]
+        self._let_go_if_no_backward_comes(stage, microbatch)
+
+    def _let_go_if_no_backward_comes(self, stage: Stage, microbatch: int) -> None:
+        if self._executor._is_forward_only:
+            stage.let_go(microbatch)
 
     def _backward(self, action: Action) -> None:
         stage, microbatch = self._stages[action.stage], _microbatch(action)
-        stage.backward(microbatch, self._gradients(stage, microbatch))
+        gradients, sync = self._gradients(stage, microbatch), self._executor._gradients
+        if sync is not None and action in self._executor._last_backwards:
+            with sync.last_backward(stage.index):
+                stage.backward(microbatch, gradients)
+        else:
+            stage.backward(microbatch, gradients)
         if not self._pass_gradients_on(stage, microbatch):
             stage.let_go(microbatch)
 
@@ -260,6 +321,10 @@ class _Run:
         stage, microbatch = self._stages[action.stage], _microbatch(action)
         stage.weight_backward(microbatch)
         self._unfinished.remove((stage, microbatch))
+
+    def _reduce(self, action: Action) -> None:
+        if self._executor._gradients is not None:
+            self._executor._gradients.stage_done(action.stage)
 
     def _gradients(self, stage: Stage, microbatch: int) -> list[torch.Tensor | None] | None:
         return None if stage.is_last else self._taken(Kind.RECV_B, stage.index, microbatch)
@@ -279,8 +344,9 @@ class _Run:
     # Sending and receiving.
 
     def _send_forward(self, action: Action) -> None:
-        stage = self._stages[action.stage]
-        self._pipe_to(action).send(stage.outputs(_microbatch(action)))
+        stage, microbatch = self._stages[action.stage], _microbatch(action)
+        self._pipe_to(action).send(stage.outputs(microbatch))
+        self._let_go_if_no_backward_comes(stage, microbatch)
 
     def _send_backward(self, action: Action) -> None:
         """First the send, for which another stage waits; then what takes time here."""
@@ -323,19 +389,6 @@ class _Run:
             coords=coords,
             action=str(action),
         )
-
-
-def _check_not_shared(stages: Mapping[int, Stage]) -> None:
-    """Each stage's gradients are reduced once, after its own last backward."""
-    owners: dict[int, int] = {}
-    for index, stage in stages.items():
-        for name, parameter in stage.module.named_parameters():
-            other = owners.setdefault(id(parameter), index)
-            if other != index:
-                raise InvalidCall(
-                    f"stages {other} and {index} share the parameter {name}, which would be reduced before both are "
-                    "done. Use a schedule with one stage a rank, or reduce after the step."
-                )
 
 
 def _microbatch(action: Action) -> int:

@@ -1,7 +1,4 @@
-"""Code of the user's that a key names as `package.module:name`: imports it, and tells what goes wrong in it by the key.
-
-The configuration only looks whether the module is there (`config.factories`), without importing anything.
-"""
+"""What `package.module:name` stands for: imported as `python -m` would, and every way it fails named by its key."""
 
 from __future__ import annotations
 
@@ -11,76 +8,103 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from parallel3d.config.errors import ConfigProblems, Place, Problem, nearest, show
-from runtime.errors import ConfigError
+from parallel3d.config.errors import nearest, problem_of_key
+from parallel3d.config.factories import missing_module
 
-_PYTHON = tuple(
-    str(Path(sysconfig.get_path(name)).resolve()) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
-)
-_OURS = str(Path(__file__).resolve().parent) + os.sep
+refusal = problem_of_key
+# Some of torch's errors fill a screen.
+_LONGEST_TEXT = 500
+_OURS = (Path(__file__).resolve().parent,)
+_INSTALLED = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
-def load_named(key: str, factory: str) -> Callable[..., Any]:
-    """What `package.module:name` names. The current folder is on the import path from then on, as with `python -m`."""
-    module_name, _, name = factory.partition(":")
-    _add_current_folder()
-    importlib.invalidate_caches()  # it may have been written a moment ago
-    with telling(key, factory, f"importing {module_name}"):
+def load_factory(key: str, name: str) -> Callable[..., Any]:
+    """The callable that the configuration's key names."""
+    if (missing := missing_module(name)) is not None:
+        raise problem_of_key(key, name, *missing)
+    module_name, _, path = name.partition(":")
+    _put_current_folder_on_path()
+    try:
         found: Any = importlib.import_module(module_name)
-    for part in name.split("."):
+    except (Exception, SystemExit) as error:
+        raise problem_of_key(
+            key, name, f"{module_name} cannot be imported: {told(error)}.", f"Try: python -c 'import {module_name}'."
+        ) from error
+    for part in path.split("."):
         if not hasattr(found, part):
-            similar = nearest(part, (each for each in dir(found) if not each.startswith("_")))
-            remedy = f"Did you mean {similar}?" if similar else f"Define {part} there."
-            raise refusal(key, factory, f"{_called(found)} has no {part}.", remedy)
+            close = nearest(part, [word for word in dir(found) if not word.startswith("__")])
+            remedy = f"Did you mean {close}?" if close else "Check the name after the colon."
+            raise problem_of_key(key, name, f"{module_name} has no {path}.", remedy)
         found = getattr(found, part)
     if not callable(found):
-        raise refusal(key, factory, f"{name} is {type(found).__name__}, which cannot be called.", "Name a callable.")
-    result: Callable[..., Any] = found
-    return result
+        message = f"{path} is a value of type {type(found).__name__}, which cannot be called."
+        raise problem_of_key(key, name, message, "Name a function or a class.")
+    return found  # type: ignore[no-any-return]
 
 
-def _called(found: Any) -> str:
-    return str(getattr(found, "__name__", type(found).__name__))
-
-
-def _add_current_folder() -> None:
-    with contextlib.suppress(FileNotFoundError):  # somebody removed it
-        current = os.getcwd()
-        if current not in sys.path and "" not in sys.path:
-            sys.path.insert(0, current)
+def call_factory(key: str, name: str, **keywords: Any) -> Any:
+    """What the callable that the key names returns."""
+    factory = load_factory(key, name)
+    try:
+        return factory(**keywords)
+    except (Exception, SystemExit) as error:
+        given = ", ".join(keywords) or "no arguments"
+        message = f"it was called with {given}, and raised {told(error)}."
+        raise problem_of_key(key, name, message, "Mend it, or name another.") from error
 
 
 @contextlib.contextmanager
 def telling(key: str, value: Any, doing: str) -> Iterator[None]:
-    """Exceptions of the user's code in here become a ConfigError with their type, their text and where they began."""
+    """What the user's code in here raises is told by its key."""
     try:
         yield
-    except ConfigError:
-        raise
     except (Exception, SystemExit) as error:
-        text = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-        where = _where(error)
-        raise refusal(key, value, f"{doing} raised {text}", f"It is from {where}." if where else "") from error
+        raise problem_of_key(key, value, f"{doing} raised {told(error)}.") from error
 
 
-def refusal(key: str, value: Any, message: str, remedy: str = "") -> ConfigProblems:
-    """An error that names the key. Its place in the file is not known any more."""
-    return ConfigProblems([Problem(Place("configuration"), key, show(value), message, remedy)])
+def told(error: BaseException) -> str:
+    """An error in one line, with the line of the user's code it came from: `ValueError: no (my_data.py:7)`."""
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
+    if not text.isprintable():
+        text = text.encode("ascii", "backslashreplace").decode()
+    text = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
+    place = _place(error)
+    return f"{name}{f': {text}' if text else ''}{f' ({place})' if place else ''}"
 
 
-def _where(error: BaseException) -> str | None:
-    """File and line of the user's that are nearest to the error."""
+def _place(error: BaseException) -> str | None:
     if isinstance(error, SyntaxError) and error.filename is not None:
-        return f"{error.filename}:{error.lineno}"
-    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [f"{name}:{line}" for name, line in places if _is_users(name)]
-    return own[-1] if own else None
+        return f"{_short(error.filename)}:{error.lineno}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_below(frame.filename, _OURS)]
+    # Not torch's own line, if there is one of the user's that led there.
+    frames = [frame for frame in frames if not _is_below(frame.filename, _INSTALLED)] or frames
+    return f"{_short(frames[-1].filename)}:{frames[-1].lineno}" if frames else None
 
 
-def _is_users(filename: str) -> bool:
-    path = str(Path(filename).resolve())
-    return not filename.startswith("<") and not path.startswith((*_PYTHON, _OURS))
+def _is_below(filename: str, folders: Sequence[Path]) -> bool:
+    """Frozen modules of Python's count as installed."""
+    path = Path(filename).resolve()
+    return filename.startswith("<") or any(folder in path.parents for folder in folders)
+
+
+def _short(filename: str) -> str:
+    """From the current folder, where it is in there."""
+    try:
+        inside = os.path.relpath(os.path.realpath(filename), os.path.realpath(os.getcwd()))
+    except (FileNotFoundError, ValueError):  # somebody removed that folder; another drive
+        return filename
+    return filename if inside.startswith(os.pardir) else inside
+
+
+def _put_current_folder_on_path() -> None:
+    with contextlib.suppress(FileNotFoundError):  # somebody removed it
+        current = os.getcwd()
+        if current not in sys.path and "" not in sys.path:
+            sys.path.insert(0, current)
+    importlib.invalidate_caches()  # the fork server may have looked before the file was written

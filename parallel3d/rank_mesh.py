@@ -23,7 +23,7 @@ from process_groups.manager import form, form_in_process
 from process_groups.topology import Topology
 from runtime.control import rank_control
 from runtime.environment import RankEnvironment, read_environment
-from runtime.errors import Coords, InvalidCall, PeerLost, name_rank
+from runtime.errors import CommunicationError, Coords, InvalidCall, PeerLost, name_rank
 from runtime.threads import DaemonThreads
 
 if TYPE_CHECKING:
@@ -194,6 +194,11 @@ class Mesh:
             raise InvalidCall(f"compute: {function.__name__} is async; await it on the event loop instead.")
         context = contextvars.copy_context()
         return await asyncio.wrap_future(self._engine.submit(lambda: context.run(function, *args, **kwargs)))
+
+    def abort(self, error: CommunicationError) -> None:
+        """Close all groups on every rank: what is under way ends soon, with an error."""
+        assert self._formation is not None
+        self._formation.abort(error)
 
     @property
     def loop_lag(self) -> LagHistogram:

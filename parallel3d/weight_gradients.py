@@ -5,8 +5,8 @@ The input part of a backward (I) runs autograd with `collecting`: Linear and Emb
 runs twice, and what knows nothing of the queue is finished in I.
 
 A parameter may have a `gradient_home`, memory that its gradient shall lie in, and an `on_gradient` that wants to be
-told of every addition. A step begins with `.grad` None; the first addition then writes the home, so that nothing has
-to be zeroed, and becomes the `.grad`.
+told of every addition, and whether it was made by hand. A step begins with `.grad` None; the first addition then writes
+the home, so that nothing has to be zeroed, and the home becomes the `.grad`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _collected: ContextVar[deque[Job] | None] = ContextVar("collected_weight_gradien
 def later(job: Job) -> None:
     """Do this in the weight part of the backward that is under way; now, if it is not split.
 
-    For the `backward` of a `torch.autograd.Function` of your own: let `job` add to the weight's `.grad`, and return
-    None as the weight's gradient.
+    For the `backward` of a `torch.autograd.Function` of your own: let `job` call `add_to_gradient`, and return None as
+    the weight's gradient.
     """
     queue = _collected.get()
     if queue is None:
@@ -60,11 +60,16 @@ def collecting(queue: deque[Job]) -> Iterator[None]:
 # Adding to a gradient, in a backward or a job: where nothing is differentiated.
 
 
-def gradient_is_there(parameter: torch.Tensor) -> None:
-    """Something was added to the parameter's gradient. As a hook of its own it is told of what autograd adds."""
+def gradient_is_there(parameter: torch.Tensor, by_hand: bool = True) -> None:
+    """Something was added to the parameter's gradient."""
     told = getattr(parameter, "on_gradient", None)
     if told is not None:
-        told(parameter)
+        told(by_hand)
+
+
+def autograd_was_there(parameter: torch.Tensor) -> None:
+    """A hook for `register_post_accumulate_grad_hook` that tells of what autograd itself adds."""
+    gradient_is_there(parameter, by_hand=False)
 
 
 def add_product(weight: torch.Tensor, gradients: torch.Tensor, inputs: torch.Tensor) -> None:
@@ -255,7 +260,7 @@ def _is_free(parameter: torch.Tensor) -> bool:
     if not parameter.is_leaf or parameter._backward_hooks:
         return False
     hooks = parameter._post_accumulate_grad_hooks
-    return not hooks or all(hook is gradient_is_there for hook in hooks.values())
+    return not hooks or all(hook is autograd_was_there for hook in hooks.values())
 
 
 def split_weight_gradients(module: nn.Module) -> None:

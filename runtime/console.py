@@ -23,11 +23,13 @@ class ConsoleStyle:
     with_prefix: bool
     only: frozenset[int] | None
     """The ranks that are shown; None: all."""
+    stdout_to_stderr: bool = False
+    """Our own stdout is for data, and our stderr has a line on a terminal that is drawn again and again."""
 
     def prefix(self, rank: int, fd: int, environment: Mapping[str, str]) -> Prefix:
-        if not self.with_prefix:
-            return Prefix(b"")
-        return rank_prefix(rank, self.num_ranks, wants_colour(fd, environment))
+        clear = b"\r\x1b[K" if self.stdout_to_stderr and os.isatty(fd) else b""
+        prefix = rank_prefix(rank, self.num_ranks, wants_colour(fd, environment)).text if self.with_prefix else b""
+        return Prefix(clear + prefix)
 
     def shows(self, rank: int) -> bool:
         return self.only is None or rank in self.only
@@ -67,7 +69,8 @@ class Console:
 
     def add(self, rank: int, stdout: int, stderr: int) -> None:
         """Take over the reading ends of a rank's two pipes."""
-        for pipe, console in ((stdout, _STDOUT), (stderr, _STDERR)):
+        shown_on = _STDERR if self._style.stdout_to_stderr else _STDOUT
+        for pipe, console in ((stdout, shown_on), (stderr, _STDERR)):
             os.set_blocking(pipe, False)
             prefix = self._style.prefix(rank, console, os.environ)
             shown = console if self._style.shows(rank) else None

@@ -1,4 +1,4 @@
-"""The control channel: small JSON messages from a rank to its launcher, which never hold a rank up.
+"""The control channel: small JSON messages between a rank and its launcher, which never hold either up.
 
 One message is one record of a SOCK_SEQPACKET pair, so that it arrives whole or is dropped whole.
 """
@@ -24,29 +24,44 @@ class RankControl:
     """The rank's end. Sending never waits and never raises for want of a reader: it drops and counts."""
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
+        self.fd = fd
         self.dropped = 0
+        self.is_open = True
+        """Until the launcher was found to be gone."""
         os.set_blocking(fd, False)
 
-    def send(self, kind: str, **fields: object) -> None:
+    def send(self, kind: str, **fields: object) -> bool:
         """Hand one message to the launcher; lost (and counted) when its buffer is full or it is too big."""
-        if not self._write(encode(kind, fields)):
-            self.dropped += 1
+        sent = self._write(encode(kind, fields))
+        self.dropped += not sent
+        return sent
 
     def send_within(self, seconds: float, kind: str, **fields: object) -> bool:
         """As `send`, but wait up to so long for room: for the last words of a rank. True when it went."""
         poller = select.poll()
-        poller.register(self._fd, select.POLLOUT)
+        poller.register(self.fd, select.POLLOUT)
         poller.poll(seconds * 1000)
-        sent = self._write(encode(kind, fields))
-        self.dropped += not sent
-        return sent
+        return self.send(kind, **fields)
+
+    def messages(self) -> Iterator[Message]:
+        """What the launcher has sent, without waiting."""
+        while self.is_open:
+            try:
+                data = os.read(self.fd, MAX_MESSAGE_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            self.is_open = bool(data)
+            message = decode(data)
+            if message is not None:
+                yield message
 
     def _write(self, data: bytes) -> bool:
         if len(data) > MAX_MESSAGE_BYTES:
             return False
         try:
-            os.write(self._fd, data)
+            os.write(self.fd, data)
         except OSError:  # full, or the launcher is gone
             return False
         return True
@@ -93,6 +108,14 @@ class LauncherControl:
         self.malformed = 0
         self.ended = False
         self.may_have_more = True
+
+    def send(self, kind: str, **fields: object) -> bool:
+        """Hand one message to the rank; False where it has ended, or reads nothing and its buffer is full."""
+        try:
+            self.connection.send(encode(kind, fields))
+        except OSError:
+            return False
+        return True
 
     def messages(self, at_most: int = 64) -> Iterator[Message]:
         """What has arrived, without waiting; bounded, so that one chatty rank cannot starve the others."""

@@ -81,6 +81,13 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment
     return RankEnvironment(host=environ.get("PARALLEL3D_HOST"))
 
 
+def is_rank(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a starter made this very process a rank. A batch script of SLURM is none: its steps are."""
+    if "PARALLEL3D_STORE_FD" in environ:
+        return environ.get("PARALLEL3D_RANK_PID") == str(os.getpid())
+    return ("MASTER_ADDR" in environ and "RANK" in environ) or {"SLURM_PROCID", "SLURM_STEP_ID"} <= set(environ)
+
+
 def _number(environ: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
     text = environ.get(name)
     if text is None and otherwise is not None:

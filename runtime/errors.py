@@ -3,9 +3,12 @@
 Parallel3DError
 ├── ConfigError            the YAML file, --set or the environment: all problems at once
 ├── LaunchError            ranks could not be started, or this process is not one of them
+│   └── RunFailed          a rank of a run failed; names it, says how, and where the run's files are
 ├── InvalidCall            a call that is wrong on this rank alone; nothing was sent
 │   └── ScheduleDeadlock   a table whose ranks would wait for each other; lives in parallel3d.simulation
+├── DataError              a sample could not be had, or does not fit the others or the model
 ├── BenchmarkError         a contestant of a benchmark failed, or computed something wrong
+├── NonFiniteGradient      gradients have become NaN or infinite; carries the ranks that have them
 └── CommunicationError     something between ranks; carries rank, coords, step and action
     ├── Mismatch           ranks called different things
     ├── PeerLost           they died, or left
@@ -16,6 +19,7 @@ Parallel3DError
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 
@@ -49,12 +53,46 @@ class LaunchError(Parallel3DError):
     """Ranks could not be started, or this process does not know which rank it is."""
 
 
+class RunFailed(LaunchError):
+    """A run's ranks were started and did not end well. `rank` and `coords` name the one that failed first."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        coords: Coords | None = None,
+        step: int | None = None,
+        traceback: str = "",
+        exit_code: int = 4,
+    ) -> None:
+        super().__init__(message)
+        self.message, self.rank, self.coords, self.step = message, rank, coords, step
+        self.traceback, self.exit_code = traceback, exit_code
+
+
 class InvalidCall(Parallel3DError, ValueError):
     """A call that cannot be right whatever the other ranks do."""
 
 
+class DataError(Parallel3DError):
+    """A sample could not be had, or does not fit the others or the model; names the sample and the key."""
+
+
 class BenchmarkError(Parallel3DError):
     """A contestant of a benchmark failed, or computed something wrong: there are no figures."""
+
+
+class NonFiniteGradient(Parallel3DError, ArithmeticError):
+    """A step's gradients are not all finite, and the weights are unchanged. Raised on every rank alike; `ranks` are
+    those that have such gradients."""
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = (), step: int | None = None) -> None:
+        super().__init__(message)
+        self.message, self.ranks, self.step = message, tuple(ranks), step
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(NonFiniteGradient, ranks=self.ranks, step=self.step), (self.message,)
 
 
 class CommunicationError(Parallel3DError):

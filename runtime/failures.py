@@ -24,6 +24,8 @@ class Report:
     message: str
     traceback: str
     is_consequence: bool = False
+    error_kind: str | None = None
+    """Of the CommunicationError behind it, if a peer's doing was all that went wrong."""
 
     @staticmethod
     def from_message(message: Mapping[str, Any]) -> Report | None:
@@ -35,8 +37,8 @@ class Report:
         kind, text, traceback = (str(each) for each in texts)
         error = message.get("error")
         wire_kind = error.get("kind") if isinstance(error, dict) else None
-        is_consequence = isinstance(wire_kind, str) and wire_kind in CONSEQUENCES
-        return Report(float(time), kind, text, traceback, is_consequence)
+        error_kind = wire_kind if isinstance(wire_kind, str) else None
+        return Report(float(time), kind, text, traceback, error_kind in CONSEQUENCES, error_kind)
 
     @property
     def summary(self) -> str:

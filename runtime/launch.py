@@ -50,17 +50,25 @@ class Launch:
         self._supervisor = supervisor.Supervisor(self._spec.num_ranks, self._spec.interrupt_grace)
         self._controls: dict[int, LauncherControl] = {}
         self._timers: list[asyncio.TimerHandle] = []
+        self._has_begun = False
 
-    async def finish(self) -> LaunchResult:
-        """Run the ranks to their end and clean up, whatever happens."""
+    def begin(self) -> None:
+        """Listen to the fork server, on the running loop; `finish` has to follow, and begins by itself otherwise."""
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._console = Console(
-            ConsoleStyle(self._spec.num_ranks, self._spec.with_prefix, self._spec.only), self._started.logs
+            ConsoleStyle(self._spec.num_ranks, self._spec.with_prefix, self._spec.only, self._spec.stdout_to_stderr),
+            self._started.logs,
         )
         _allow_open_files(4 * self._spec.num_ranks + 64)
         self._loop.add_reader(self._server.connection, self._on_server)
         self._timers.append(self._loop.call_later(self._spec.start_timeout, self._on_start_timeout))
+        self._has_begun = True
+
+    async def finish(self) -> LaunchResult:
+        """Run the ranks to their end and clean up, whatever happens."""
+        if not self._has_begun:
+            self.begin()
         try:
             await self._until_ended()
         finally:
@@ -79,6 +87,11 @@ class Launch:
         if self._supervisor.phase is supervisor.Phase.DONE:  # all that is left is output that nobody reads
             self._console.abandon()
         self._handle(supervisor.Interrupted(number))
+
+    def send(self, rank: int, kind: str, **fields: object) -> bool:
+        """Hand one message to a rank over its control channel; False where it has not started, or has ended."""
+        control = self._controls.get(rank)
+        return control is not None and control.send(kind, **fields)
 
     async def _until_ended(self) -> None:
         try:

@@ -41,6 +41,8 @@ class LaunchSpec:
     with_prefix: bool = True
     only: frozenset[int] | None = None
     """Ranks shown on the console; None: all."""
+    stdout_to_stderr: bool = False
+    """What ranks print is not the launcher's own data."""
 
     def check(self) -> None:
         """Raise LaunchError that says what is wrong, before a process starts."""
@@ -51,7 +53,7 @@ class LaunchSpec:
         name = self.target.name
         if self.target.is_module:
             top = name.partition(".")[0]
-            if importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
+            if not _is_importable(top):
                 raise LaunchError(f"no module named {top!r} here or on the import path")
         elif os.path.isdir(name):
             raise LaunchError(f"{name} is a directory; name the script in it")
@@ -59,6 +61,13 @@ class LaunchSpec:
             raise LaunchError(f"there is no script {name} (seen from {os.getcwd()})")
         elif not os.access(name, os.R_OK):
             raise LaunchError(f"{name} can't be read: permission denied")
+
+
+def _is_importable(top: str) -> bool:
+    """As `python -m` finds it: from the current folder too, and by finders of packages installed for editing."""
+    if importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None:
+        return True
+    return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import typer
 
 from parallel3d.config import RunConfig, load_config
 from parallel3d.config.errors import ConfigProblems
-from parallel3d.config.models import GptModel
+from parallel3d.config.models import GptModel, LlamaModel
 
 EXIT_BAD_CONFIG = 3
 
@@ -54,7 +54,7 @@ def summary(config: RunConfig) -> str:
     mesh, microbatches = config.parallel, config.pipeline.microbatches
     order = mesh.order if isinstance(mesh.order, str) else "as in the table"
     samples = config.batch_size // mesh.dp // microbatches
-    layers = f", {config.model.args.layers} layers" if isinstance(config.model, GptModel) else ""
+    layers = f", {config.model.args.layers} layers" if isinstance(config.model, GptModel | LlamaModel) else ""
     parts = (_count(mesh.dp, "replica"), _count(microbatches, "microbatch"), _count(samples, "sample"))
     return "\n".join(
         (

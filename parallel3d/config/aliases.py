@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
-from parallel3d.config.errors import Problem, dotted
+from parallel3d.config.errors import Problem, dotted, enumerate_words
 from parallel3d.config.file import Node
 
 SECTION_ALIASES = {"parallelism": "parallel", "training": "train"}
+# torchtitan's, whose keys stand in sections of ours.
+OTHER_SECTIONS = ("lr_scheduler",)
 
 # torchtitan keeps the schedule in its parallelism section, so an alias may live in another section.
 _SPELLINGS = {
@@ -35,12 +38,24 @@ _SPELLINGS = {
     ),
     "comm.timeout": ("comm.train_timeout_seconds",),
     "comm.startup_timeout": ("comm.init_timeout_seconds",),
+    "data.sequence": ("train.seq_len",),
     "optimizer.lr": ("optimizer.learning_rate",),
+    "optimizer.schedule": ("optimizer.lr_decay_style",),
+    "optimizer.warmup_steps": ("optimizer.lr_warmup_iters", "lr_scheduler.warmup_steps"),
+    "optimizer.clip_norm": ("optimizer.clip_grad", "train.max_norm"),
     "train.steps": ("train.train_iters", "train.training_steps"),
     "train.batch_size": ("train.global_batch_size",),
     "model.args.layers": ("model.args.num_layers", "model.args.n_layers"),
     "model.args.width": ("model.args.hidden_size",),
     "model.args.heads": ("model.args.num_attention_heads", "model.args.n_heads"),
+    "model.args.kv_heads": (
+        "model.args.n_kv_heads",
+        "model.args.num_key_value_heads",
+        "model.args.num_query_groups",
+    ),
+    "model.args.mlp_width": ("model.args.ffn_hidden_size", "model.args.intermediate_size"),
+    "model.args.rope_base": ("model.args.rope_theta", "model.args.rotary_base"),
+    "model.args.tied": ("model.args.tie_word_embeddings",),
     "model.args.vocabulary": ("model.args.vocab_size",),
     "model.args.sequence": ("model.args.seq_length", "model.args.seq_len"),
 }
@@ -60,17 +75,36 @@ VALUE_ALIASES = {
 }
 
 
-def rename(tree: Node, *, own_model: bool) -> list[Problem]:
+def rename(tree: Node, *, model_args: Collection[str]) -> list[Problem]:
     """Give every key and value in the tree our name for it; a key beside its alias is a problem.
 
-    The keywords of a user's own model are theirs, so `model.args` is left alone there.
+    model_args: our names of the model's keywords. Those of a user's own model are theirs: none.
     """
     sections = [_move(tree, (alias,), (name,)) for alias, name in SECTION_ALIASES.items()]
-    aliases = {alias: name for alias, name in ALIASES.items() if not own_model or not alias.startswith("model.args.")}
+    aliases = {
+        alias: name
+        for alias, name in ALIASES.items()
+        if not name.startswith("model.args.") or name.removeprefix("model.args.") in model_args
+    }
     keys = [_move(tree, tuple(alias.split(".")), tuple(name.split("."))) for alias, name in aliases.items()]
+    left = [problem for section in OTHER_SECTIONS for problem in _left_over(tree, section)]
     for path, words in VALUE_ALIASES.items():
         _rename_value(tree, tuple(path.split(".")), words)
-    return [problem for problem in (*sections, *keys) if problem is not None]
+    return [*left, *(problem for problem in (*sections, *keys) if problem is not None)]
+
+
+def _left_over(tree: Node, section: str) -> list[Problem]:
+    """What stands in another program's section and has no name here; the section itself goes."""
+    node = tree.find((section,))
+    if node is None or not (node.value is None or isinstance(node.value, dict)):
+        return []
+    del tree.value[section]
+    known = [alias for alias in ALIASES if alias.startswith(f"{section}.")]
+    remedy = f"Of {section} there is only {enumerate_words(known, 'and')}."
+    return [
+        Problem(child.key_place or child.place, dotted((section, key)), None, "unknown key.", remedy)
+        for key, child in (node.value or {}).items()
+    ]
 
 
 def _move(tree: Node, alias: tuple[str, ...], name: tuple[str, ...]) -> Problem | None:

@@ -18,7 +18,7 @@ MOST_PROBLEMS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A spot in the file, or the name of the override (`--set parallel.pp`) that holds the value."""
+    """A spot in the file, or the name of the override (`--set parallel.pp`) that holds the value; "" when unknown."""
 
     source: str
     line: int | None = None
@@ -44,7 +44,7 @@ class Problem:
     remedy: str
 
     def __str__(self) -> str:
-        margin = f"{self.place}  "
+        margin = f"{self.place}  " if self.place.source else ""
         subject = self.path if self.found is None else f"{self.path} = {self.found}"
         first = f"{margin}{subject}: {self.message}" if subject else f"{margin}{self.message}"
         return f"{first}\n{' ' * len(margin)}{self.remedy}" if self.remedy else first
@@ -71,6 +71,11 @@ class ConfigProblems(ConfigError):
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.problems))
+
+
+def problem_of_key(key: str, value: Any, message: str, remedy: str = "") -> ConfigProblems:
+    """One that shows only when the value is used, long after its place in the file was known."""
+    return ConfigProblems([Problem(Place(""), key, show(value), message, remedy)])
 
 
 def stop_a_flood(problems: Sequence[Problem], source: str) -> None:

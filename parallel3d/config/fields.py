@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, PlainSerializer, PlainValidator, Strict, TypeAdapter, ValidationError, WithJsonSchema
@@ -26,7 +27,7 @@ DataSource = Literal["text", "tokens"]
 TokenType = Literal["uint8", "uint16", "int32", "int64"]
 LearningRateSchedule = Literal["constant", "cosine"]
 TensorStrategy = Literal["column", "row", "vocab", "replicated"]
-TensorPlan = dict[str, TensorStrategy]
+BUILT_IN_MODELS = ("gpt", "llama", "hf")
 WayToCut = Literal["even", "parameters", "profile"]
 
 StrategyTable = tuple[tuple[int, str], ...]
@@ -36,6 +37,8 @@ _AXES = ("dp", "tp", "pp")
 ORDERS = tuple("-".join(axes) for axes in itertools.permutations(_AXES))
 # YAML's keys are text, so there a number of bytes stands in quotes.
 _BYTES_OF_KEYS = {"": 1, **BYTES}
+# What transformers and torch call them.
+_OTHER_TENSOR_STRATEGIES = {"colwise": "column", "rowwise": "row"}
 OF_KEY = "[key]"
 """Ends the location of an error that is about a mapping's key, not its value; pydantic does the same."""
 # Longer than any run; the operating system's own timers overflow not far above.
@@ -75,11 +78,13 @@ def _duration(value: Any) -> float:
     return float(seconds)
 
 
-def choice_refusal(value: Any, choices: tuple[str, ...], also: str = "") -> PydanticCustomError:
-    """Not one of the words: names them all, and the nearest."""
+def choice_refusal(
+    value: Any, choices: tuple[str, ...], also: str = "", known: Mapping[str, str] = MappingProxyType({})
+) -> PydanticCustomError:
+    """Not one of the words: names them all, and the nearest. `known`: words for the same from elsewhere."""
     if len(choices) == 1:
         return refusal(f"must be {choices[0]}; there is no other yet.", f"Set it to {choices[0]}, or leave it out.")
-    close = nearest(value, choices) if isinstance(value, str) else None
+    close = known.get(value) or nearest(value, choices) if isinstance(value, str) else None
     remedy = f"Did you mean {close}?" if close else f"For example {choices[0]}."
     return refusal(f"must be {enumerate_words([*choices, *([also] if also else [])])}.", remedy)
 
@@ -108,6 +113,34 @@ def _strategy_table(value: Any) -> StrategyTable:
     if wrong:
         raise ValidationError.from_exception_data("strategy_table", wrong)
     return tuple(sorted((size, value[key]) for size, key in keys.items()))
+
+
+def _tensor_plan(value: Any) -> dict[str, str]:
+    names = get_args(TensorStrategy)
+    if not isinstance(value, dict):
+        raise refusal(
+            f"must map patterns of modules' paths to {enumerate_words(names)}.",
+            'For example {"blocks.*.up": column, "blocks.*.down": row}.',
+        )
+    wrong: list[InitErrorDetails] = []
+    for pattern, strategy in value.items():
+        if len(wrong) > MOST_PROBLEMS:
+            break
+        if not all(pattern.split(".")):
+            error = refusal("must be a path of names with dots between them.", 'For example "blocks.*.up".')
+            wrong.append({"type": error, "loc": (pattern, OF_KEY), "input": pattern})
+        if strategy not in names:
+            error = choice_refusal(strategy, names, known=_OTHER_TENSOR_STRATEGIES)
+            wrong.append({"type": error, "loc": (pattern,), "input": strategy})
+    if wrong:
+        raise ValidationError.from_exception_data("tensor_plan", wrong)
+    return dict(value)
+
+
+def _betas(value: Any) -> tuple[float, float]:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise refusal("must be a list of two numbers.", "For example [0.9, 0.999].")
+    return _TWO_SHARES.validate_python(tuple(value))  # its errors say which number is wrong
 
 
 def _schedule(value: Any) -> str:
@@ -148,7 +181,9 @@ def _named(value: Any, *names: str) -> str:
 
 
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
+Probability = Annotated[float, Field(ge=0, lt=1)]
 _COUNTS: TypeAdapter[tuple[int, ...]] = TypeAdapter(tuple[Annotated[Count, Strict()], ...])
+_TWO_SHARES: TypeAdapter[tuple[float, float]] = TypeAdapter(tuple[Probability, Probability], config={"strict": True})
 
 
 def _layers_per_stage(value: Any) -> str | tuple[int, ...]:
@@ -194,7 +229,7 @@ Order = Annotated[
 _MODULE_NAME = {"type": "string", "pattern": "^[^:]+:[^:]+$"}
 Factory = Annotated[str, PlainValidator(_named), WithJsonSchema(_MODULE_NAME)]
 ModelFactory = Annotated[
-    str, PlainValidator(lambda value: _named(value, "gpt", "llama", "hf")), WithJsonSchema(_MODULE_NAME)
+    str, PlainValidator(lambda value: _named(value, *BUILT_IN_MODELS)), WithJsonSchema(_MODULE_NAME)
 ]
 Loss = Annotated[
     str,
@@ -214,8 +249,25 @@ LayersPerStage = Annotated[
         }
     ),
 ]
+TensorPlan = Annotated[
+    dict[str, TensorStrategy],
+    PlainValidator(_tensor_plan),
+    WithJsonSchema({"type": "object", "additionalProperties": {"enum": list(get_args(TensorStrategy))}}),
+]
 LearningRate = Annotated[float, Field(gt=0, le=1e6)]
-Probability = Annotated[float, Field(ge=0, lt=1)]
+Betas = Annotated[
+    tuple[float, float],
+    PlainValidator(_betas),
+    PlainSerializer(list),
+    WithJsonSchema(
+        {
+            "type": "array",
+            "items": {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
+            "minItems": 2,
+            "maxItems": 2,
+        }
+    ),
+]
 
 
 def is_finite(value: Any) -> bool:

@@ -15,9 +15,10 @@ from parallel3d.config.aliases import rename
 from parallel3d.config.errors import MOST_PROBLEMS, ConfigProblems, Place, Problem, dotted, show, stop_a_flood
 from parallel3d.config.fields import is_finite
 from parallel3d.config.file import KeyPath, Node, parse_yaml, read_text
-from parallel3d.config.models import RunConfig
+from parallel3d.config.findings import Finding
+from parallel3d.config.models import ARGS, RunConfig
 from parallel3d.config.overrides import from_environment, from_settings, merge
-from parallel3d.config.rules import RULES, Finding
+from parallel3d.config.rules import RULES
 from parallel3d.config.translate import place_of, translate
 
 
@@ -61,8 +62,9 @@ def _tree(
         layers.append(layer)
         problems += found
     factories = [node.value for layer in layers if (node := layer.find(("model", "factory"))) is not None]
+    args = [args for name, args in ARGS.items() if name == (factories or ["gpt"])[-1]]
     for layer in layers:
-        problems += rename(layer, own_model=bool(factories) and factories[-1] not in ("gpt", "llama"))
+        problems += rename(layer, model_args=args[0].model_fields if args else ())
     tree = layers[0]
     for layer in layers[1:]:
         tree, found = merge(tree, layer)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from parallel3d.config import scalars
 from parallel3d.config.fields import (
+    BUILT_IN_MODELS,
     AdaptiveTable,
     Backend,
+    Betas,
     CommStrategy,
     Compression,
     Count,
@@ -43,7 +46,7 @@ class Section(BaseModel):
 
 
 class GptArgs(Section):
-    """The built-in GPT: pre-norm blocks, learned positions, biases, an untied head."""
+    """The built-in GPT: pre-norm blocks, learned positions, biases, an untied head unless asked."""
 
     layers: Count = 24
     """Transformer blocks. They are split over `parallel.pp` x `pipeline.virtual_stages` stages, evenly
@@ -86,6 +89,16 @@ class LlamaArgs(Section):
     tied: bool = False
     """Whether the head's weight is the token embedding's."""
 
+    @property
+    def num_kv_heads(self) -> int:
+        """Key and value heads, where none were given too."""
+        return self.kv_heads or self.heads
+
+    @property
+    def inner_width(self) -> int:
+        """The MLP's size, where none was given too."""
+        return self.mlp_width or -(-8 * self.width // (3 * 64)) * 64
+
 
 class HfArgs(Section):
     """A causal language model of Hugging Face `transformers`, which has to be installed."""
@@ -106,7 +119,7 @@ class GptModel(Section):
     """`gpt`, `llama`, `hf` (a causal model of Hugging Face `transformers`), or `"package.module:callable"`: your own,
     which returns an `nn.Module`. The current folder is on the import path."""
     args: GptArgs = GptArgs()
-    """The factory's keywords. For a factory of your own: any; for `gpt`: those below."""
+    """The factory's keywords. For a factory of your own: any; for `gpt`, `llama` and `hf`: those below."""
     loss: Loss = "cross_entropy"
     """`cross_entropy`, `mse`, or `"package.module:function"` of (output, target) that returns a mean over
     the samples it is given, or (sum, count). `cross_entropy` leaves out targets of -100."""
@@ -142,20 +155,18 @@ class CustomModel(Section):
     args: dict[str, Any] = Field(default_factory=dict)
     """The keywords that the factory is called with."""
     loss: Loss = "cross_entropy"
-    """`cross_entropy`, `mse`, or `"package.module:function"` of (output, target)."""
+    """As for `gpt`."""
     layers: str | None = None
-    """Where the layers are that are cut into stages, such as `blocks.*`: the children of the model's `blocks`, in
-    order. The model's other children that stand before `blocks` are called before the first layer, one after the
-    other, those that stand after it after the last. Null: the children of an `nn.Sequential`, or what the model's
-    method `pipeline_layers()` gives."""
-
-
-_BUILT_IN = ("gpt", "llama", "hf")
+    """For a factory of your own: where the layers are that are cut into stages, such as `blocks.*`: the children of
+    the model's `blocks`, in order. The model's other children that stand before `blocks` are called before the first
+    layer, one after the other, those that stand after it after the last. Null: the children of an `nn.Sequential`, or
+    what the model's method `pipeline_layers()` gives."""
 
 
 def _kind_of_model(value: Any) -> str:
+    """The tag, a key of `MODELS`."""
     factory = value.get("factory", "gpt") if isinstance(value, dict) else getattr(value, "factory", "gpt")
-    return factory if factory in _BUILT_IN else "custom"
+    return factory if factory in BUILT_IN_MODELS else "custom"
 
 
 Model = Annotated[
@@ -165,6 +176,9 @@ Model = Annotated[
     | Annotated[CustomModel, Tag("custom")],
     Discriminator(_kind_of_model),
 ]
+MODELS: Mapping[str, type[Section]] = {"gpt": GptModel, "llama": LlamaModel, "hf": HfModel, "custom": CustomModel}
+ARGS: Mapping[str, type[Section]] = {"gpt": GptArgs, "llama": LlamaArgs, "hf": HfArgs}
+"""What `model.args` holds; a factory of the user's own has keywords of its own."""
 
 
 class Data(Section):
@@ -174,19 +188,25 @@ class Data(Section):
     """`text`: bytes of text files. `tokens`: a file of token numbers, mapped from disk. Both are cut into samples of
     `sequence` tokens, each with the tokens that follow as its target. Not read when `factory` is given."""
     path: str | None = None
-    """`text`: a file, or a folder, whose text files are read in the order of their names; null: the Python standard
-    library's own sources, so that a first run needs no download. `tokens`: the file."""
+    """`text`: a file, taken as it is; or a folder, of which all files are read, also in folders inside, one after the
+    other in the order of their paths, except hidden ones, empty ones and those with a zero byte among their first
+    8192, which are no text. Null: the Python standard library's own sources without its tests, so that a first run
+    needs no download. `tokens`: the file."""
     token_type: TokenType = "uint16"
-    """Of the numbers in a file of tokens, little-endian: `uint8`, `uint16`, `int32` or `int64`."""
+    """Of the numbers in a file of tokens, which has nothing else in it, little-endian: `uint8`, `uint16`, `int32` or
+    `int64`. Not read for other sources."""
     sequence: Count | None = None
-    """Tokens of one sample. Null: `model.args.sequence`, or 128 where a model of your own has no such keyword."""
+    """Tokens of one sample. Null: `model.args.sequence`, or 128 where a model of your own has no such keyword. Not read
+    when `factory` is given."""
     shuffle: bool = True
     """Whether every pass over the data has an order of its own, drawn from `train.seed`; else that of the data."""
     prefetch: Count = 2
-    """Steps whose samples are loaded ahead."""
+    """Steps whose samples are loaded ahead, in a thread of each rank."""
     factory: Factory | None = None
-    """`"package.module:callable"` that returns a map-style dataset: `len(d)`, and `d[i]` gives (input,
-    target). Cannot stand beside `path`."""
+    """`"package.module:callable"` that returns a map-style dataset: `len(d)`, and `d[i]` gives (input, target). It is
+    called without arguments, on every rank with the same random numbers, those of `train.seed`. Inputs and targets are
+    tensors, arrays or numbers, which are stacked; an input may also be a tuple of them. `d[i]` is called in a thread
+    of its own, and must give the same on every rank. Cannot stand beside `path`."""
 
 
 class Parallel(Section):
@@ -283,20 +303,20 @@ class Optimizer(Section):
     """`adamw` or `sgd`."""
     lr: LearningRate = 3.0e-4
     """Learning rate, above 0."""
-    betas: tuple[Probability, Probability] = (0.9, 0.999)
-    """Decay of AdamW's two running means."""
+    betas: Betas = (0.9, 0.999)
+    """Decay of AdamW's two running means, each from 0 to below 1. Not read by `sgd`."""
     eps: Annotated[float, Field(gt=0, le=1)] = 1.0e-8
-    """Added to AdamW's denominator."""
+    """Added to AdamW's denominator. Not read by `sgd`."""
     momentum: Probability = 0.0
-    """Of `sgd`."""
+    """Of `sgd`, from 0 to below 1. Not read by `adamw`."""
     weight_decay: Annotated[float, Field(ge=0, le=1e6)] | None = None
     """Null: torch's own, 0.01 for `adamw` and 0 for `sgd`."""
     schedule: LearningRateSchedule = "constant"
     """How the learning rate goes on after the warm-up: `constant`, or `cosine` down to `min_lr` at the last step."""
     warmup_steps: Annotated[int, Field(ge=0, le=10**12)] = 0
-    """Steps in which the learning rate grows evenly up to `lr`."""
+    """Steps in which the learning rate grows evenly up to `lr`, before `schedule` begins."""
     min_lr: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Where `cosine` ends."""
+    """Where `cosine` ends, at most `lr`. Not read by `constant`."""
     clip_norm: Annotated[float, Field(gt=0, le=1e12)] | None = None
     """The largest norm of all gradients together; larger ones are scaled down to it. Null: never."""
     shard: bool = False

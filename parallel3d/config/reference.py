@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
-from parallel3d.config.aliases import ALIASES, SECTION_ALIASES, VALUE_ALIASES
+from parallel3d.config.aliases import ALIASES, OTHER_SECTIONS, SECTION_ALIASES, VALUE_ALIASES
 from parallel3d.config.errors import show
-from parallel3d.config.models import GptArgs, GptModel, RunConfig
+from parallel3d.config.models import ARGS, MODELS, CustomModel, GptModel, RunConfig
 
 _INTRODUCTION = """\
 # Configuration
@@ -23,7 +24,8 @@ The environment overrides the file: `PARALLEL3D_PARALLEL__PP=4` sets `parallel.p
 _ALIASES_TITLE = """\
 ## Other spellings
 
-Names from torchtitan and Megatron-LM that are accepted for ours. `model.args` has them for `gpt` and `llama` only.
+Names from torchtitan, Megatron-LM and Hugging Face that are accepted for ours. The keywords of a model of your own have
+none.
 """
 
 
@@ -34,22 +36,33 @@ def json_schema() -> dict[str, Any]:
     for name, section in sections.items():
         sections[name] = _nullable_section(section, RunConfig.model_fields[name].description)
     sections |= {alias: _alias_of(sections[name], name) for alias, name in SECTION_ALIASES.items()}
-    args = definitions["GptModel"]["properties"]["args"]
-    definitions["GptModel"]["properties"]["args"] = _nullable_section(args, GptModel.model_fields["args"].description)
-    owners = {name.lower(): definitions[name] for name in definitions} | {"model.args": definitions["GptArgs"]}
+    for model in MODELS.values():
+        fields = definitions[model.__name__]["properties"]
+        fields["args"] = _nullable_section(fields["args"], model.model_fields["args"].description)
+    for section in OTHER_SECTIONS:
+        sections[section] = {"type": "object", "additionalProperties": False, "properties": {}}
+    owners = {name.lower(): definitions[name] for name in definitions} | {
+        name: sections[name] for name in OTHER_SECTIONS
+    }
     for path, words in VALUE_ALIASES.items():
         section, key = path.split(".")
         _allow_words(owners[section]["properties"][key], list(words))
     for alias, path in ALIASES.items():
-        target = owners[path.rpartition(".")[0]]["properties"][path.rpartition(".")[2]]
-        owner, _, key = alias.rpartition(".")
-        owners[owner]["properties"][key] = _alias_of(target, path)
+        for args in ARGS.values() if path.startswith("model.args.") else (None,):
+            _add_alias(alias, path, owners | ({"model.args": definitions[args.__name__]} if args else {}))
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "parallel3d run"}
+
+
+def _add_alias(alias: str, path: str, owners: dict[str, dict[str, Any]]) -> None:
+    (section, _, key), (owner, _, other_key) = path.rpartition("."), alias.rpartition(".")
+    if (target := owners[section]["properties"].get(key)) is not None:
+        owners[owner]["properties"][other_key] = _alias_of(target, path)
 
 
 def _nullable_section(section: dict[str, Any], description: str | None) -> dict[str, Any]:
     """A section whose name stands alone is null, and means its defaults."""
-    choices = section.get("oneOf") or [{"$ref": section["$ref"]}]
+    whole = {"$ref": section["$ref"]} if "$ref" in section else {"type": "object", "additionalProperties": True}
+    choices = section.get("oneOf") or [whole]
     return {"description": description, "anyOf": [*choices, {"type": "null"}]}
 
 
@@ -64,8 +77,12 @@ def _alias_of(field: dict[str, Any], path: str) -> dict[str, Any]:
 
 def markdown() -> str:
     """The key reference, which `docs/configuration.md` holds."""
-    sections = [_section(name, field.annotation) for name, field in RunConfig.model_fields.items() if name != "model"]
-    model = _section("model", GptModel) + "\n" + _section("model.args", GptArgs)
+    sections = [
+        _section(f"`{name}`", field.annotation) for name, field in RunConfig.model_fields.items() if name != "model"
+    ]
+    layers = _row("layers", CustomModel.model_fields["layers"])
+    model = [f"{_section('`model`', GptModel)}{layers}\n"]
+    model += [_section(f"`model.args` of `{name}`", args) for name, args in ARGS.items()]
     rows = [f"| `{alias}:` | `{name}:` |" for alias, name in SECTION_ALIASES.items()]
     rows += [f"| `{alias}` | `{name}` |" for alias, name in ALIASES.items()]
     rows += [
@@ -74,17 +91,18 @@ def markdown() -> str:
         for word, ours in words.items()
     ]
     aliases = "\n".join((_ALIASES_TITLE, "| accepted | ours |", "|---|---|", *rows)) + "\n"
-    return "\n".join((_INTRODUCTION, model, *sections, aliases))
+    return "\n".join((_INTRODUCTION, *model, *sections, aliases))
 
 
-def _section(path: str, section: Any) -> str:
+def _section(name: str, section: Any) -> str:
     assert issubclass(section, BaseModel)
-    title = f"## `{path}`\n\n{section.__doc__}\n"
-    rows = [
-        f"| `{key}` | {_default(field.default)} | {_one_line(field.description or '')} |"
-        for key, field in section.model_fields.items()
-    ]
+    title = f"## {name}\n\n{section.__doc__}\n"
+    rows = [_row(key, field) for key, field in section.model_fields.items()]
     return "\n".join((title, "| key | default | meaning |", "|---|---|---|", *rows)) + "\n" if rows else title
+
+
+def _row(key: str, field: FieldInfo) -> str:
+    return f"| `{key}` | {_default(field.default)} | {_one_line(field.description or '')} |"
 
 
 def _default(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
@@ -10,15 +9,15 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from parallel3d.config.errors import enumerate_words
+from parallel3d.config.errors import ConfigProblems, enumerate_words, problem_of_key
 from parallel3d.config.fields import TensorStrategy
 from parallel3d.config.models import CustomModel, GptModel, LlamaModel, RunConfig
-from parallel3d.factories import load_named, refusal, telling
+from parallel3d.factories import call_factory, telling
 from parallel3d.layer_row import CannotBeCut, LayerRow, find_row
 from parallel3d.models.gpt import build_gpt
 from parallel3d.models.layered import LayeredModel
 from parallel3d.models.llama import build_llama
-from parallel3d.models.seeding import seeded
+from parallel3d.seeding import seeded
 from runtime.errors import InvalidCall
 
 
@@ -36,8 +35,8 @@ def _built(config: RunConfig) -> LayeredModel:
         return build_llama(config.model.args)
     if isinstance(config.model, CustomModel):
         return _of_user(config.model, config.num_stages, config.train.seed)
-    # Imported only here, for it needs an optional package.
-    build_hf: Callable[[RunConfig], LayeredModel] = importlib.import_module("parallel3d.models.hf").build_hf
+    from parallel3d.models.hf import build_hf  # only here: few runs need it
+
     return build_hf(config)
 
 
@@ -48,7 +47,7 @@ def _refuse_wrong_cut(model: LayeredModel, config: RunConfig) -> None:
     try:
         model.cut(config.num_stages, "even" if given == "profile" else given)
     except InvalidCall as error:
-        raise refusal(key, value, str(error)) from error
+        raise problem_of_key(key, value, str(error)) from error
 
 
 def _of_user(config: CustomModel, num_stages: int, seed: int) -> LayeredModel:
@@ -64,18 +63,21 @@ def _of_user(config: CustomModel, num_stages: int, seed: int) -> LayeredModel:
 
 
 def _called(config: CustomModel, seed: int) -> nn.Module:
-    build = load_named("model.factory", config.factory)
     # Also what it draws on a GPU: every rank calls it, and they must get the same model. But a process that has not
     # used a GPU so far must not begin here, for ranks may still be forked from it.
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     gpus = list(range(torch.cuda.device_count())) if used else []
-    with telling("model.factory", config.factory, "the call"), seeded(seed), torch.random.fork_rng(gpus):
+    with seeded(seed), torch.random.fork_rng(gpus):
         torch.manual_seed(seed)
-        model = build(**config.args)
+        model = call_factory("model.factory", config.factory, **config.args)
     if isinstance(model, nn.Module):
         return model
-    message = f"it returned {type(model).__name__}, which is no nn.Module."
-    raise refusal("model.factory", config.factory, message, "Return the model.")
+    message = f"it returned a value of type {type(model).__name__}, which is no nn.Module."
+    raise _refused(config.factory, message, "Return the model.")
+
+
+def _refused(factory: str, message: str, remedy: str = "") -> ConfigProblems:
+    return problem_of_key("model.factory", factory, message, remedy)
 
 
 def _row(config: CustomModel, model: nn.Module, num_stages: int) -> LayerRow:
@@ -87,10 +89,10 @@ def _row(config: CustomModel, model: nn.Module, num_stages: int) -> LayerRow:
         remedy = (
             f"Or say with model.layers where they are, such as blocks.*; else it can have 1 stage, not {num_stages}."
         )
-        raise refusal("model.factory", config.factory, str(error), remedy) from error
+        raise _refused(config.factory, str(error), remedy) from error
     except InvalidCall as error:
         key, value = ("model.factory", config.factory) if config.layers is None else ("model.layers", config.layers)
-        raise refusal(key, value, str(error)) from error
+        raise problem_of_key(key, value, str(error)) from error
 
 
 def _found_row(config: CustomModel, model: nn.Module) -> LayerRow:
@@ -108,12 +110,12 @@ def _plan(factory: str, model: nn.Module) -> Mapping[str, str]:
         plan = given() if callable(given) else given
     if not isinstance(plan, Mapping):
         message = f"the model's tensor_plan is {type(plan).__name__}, but must map patterns to strategies."
-        raise refusal("model.factory", factory, message, 'For example {"blocks.*.up": "column"}.')
+        raise _refused(factory, message, 'For example {"blocks.*.up": "column"}.')
     for pattern, strategy in plan.items():
         if strategy not in get_args(TensorStrategy):
             message = f"the model's tensor_plan has {strategy!r} for {pattern!r}."
             remedy = f"A strategy must be {enumerate_words(get_args(TensorStrategy))}."
-            raise refusal("model.factory", factory, message, remedy)
+            raise _refused(factory, message, remedy)
     return dict(plan)
 
 
@@ -123,10 +125,10 @@ def _refuse_without_values(factory: str, model: nn.Module) -> None:
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         name = f"{path or 'the model'} ({type(module).__name__})"
         if any(is_lazy(each) for each in own):
-            raise refusal("model.factory", factory, f"{name} has no shape yet.", "Give it its sizes.")
+            raise _refused(factory, f"{name} has no shape yet.", "Give it its sizes.")
         if any(each.is_meta for each in own) and _reset_of(module) is None:
             message = f"{name} is on meta and has no method reset_parameters() that gives it first values."
-            raise refusal("model.factory", factory, message, "Write one, or build the model with real memory.")
+            raise _refused(factory, message, "Write one, or build the model with real memory.")
 
 
 def reset_parameters(module: nn.Module) -> None:

@@ -49,7 +49,7 @@ class Attention(nn.Module):
     def __init__(self, args: LlamaArgs, rotary: Rotary) -> None:
         super().__init__()
         self.head_width, self.rotary = args.width // args.heads, rotary
-        kv_width = self.head_width * (args.kv_heads or args.heads)
+        kv_width = self.head_width * args.num_kv_heads
         self.q = nn.Linear(args.width, args.width, bias=False)
         self.k, self.v = (nn.Linear(args.width, kv_width, bias=False) for _ in range(2))
         self.o = residual(nn.Linear(args.width, args.width, bias=False), args.layers)
@@ -66,18 +66,13 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     def __init__(self, args: LlamaArgs) -> None:
         super().__init__()
-        width = args.mlp_width or _mlp_width(args.width)
+        width = args.inner_width
         self.gate, self.up = (nn.Linear(args.width, width, bias=False) for _ in range(2))
         self.down = residual(nn.Linear(width, args.width, bias=False), args.layers)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         projected: torch.Tensor = self.down(functional.silu(self.gate(values)) * self.up(values))
         return projected
-
-
-def _mlp_width(width: int) -> int:
-    """With three matrices of 8/3 the width it has as many weights as two of 4 times."""
-    return -(-8 * width // (3 * 64)) * 64
 
 
 class Rotary:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from parallel3d.models.layered import LayeredModel
-from parallel3d.models.seeding import seed_of, seeded
+from parallel3d.seeding import seed_of, seeded
 from runtime.errors import InvalidCall
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from parallel3d.schedules.actions import Action, Kind
-from parallel3d.schedules.table import Column
+from parallel3d.schedules.table import Column, Table
 
 
 def gpipe(ranks: int, microbatches: int) -> tuple[Column, ...]:
@@ -17,3 +19,16 @@ def gpipe(ranks: int, microbatches: int) -> tuple[Column, ...]:
         tuple(Action(rank, kind, microbatch) for kind in (Kind.F, Kind.B) for microbatch in range(microbatches))
         for rank in range(ranks)
     )
+
+
+def gpipe_of_stages(rank_of_stage: Sequence[int], microbatches: int) -> Table:
+    """The same where ranks may have several stages, in any places: each takes all microbatches through its first stage,
+    then all through its next one, and back the same way."""
+    columns = []
+    for rank in range(max(rank_of_stage) + 1):
+        stages = [stage for stage, owner in enumerate(rank_of_stage) if owner == rank]
+        ways = (Kind.F, stages), (Kind.B, stages[::-1])
+        columns.append(
+            tuple(Action(stage, kind, number) for kind, way in ways for stage in way for number in range(microbatches))
+        )
+    return Table("gpipe", len(rank_of_stage), microbatches, tuple(columns))

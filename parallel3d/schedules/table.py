@@ -39,9 +39,18 @@ class Table:
         """Whether some backward is done in two parts."""
         return any(action.kind is Kind.W for column in self.columns for action in column)
 
+    @property
+    def has_backwards(self) -> bool:
+        return any(action.kind in BACKWARD_FIRST for column in self.columns for action in column)
+
     def compute_only(self) -> Table:
         """Without sends, receives and reductions."""
         columns = tuple(tuple(action for action in column if action.is_compute) for column in self.columns)
+        return Table(self.schedule, self.stages, self.microbatches, columns)
+
+    def forward_only(self) -> Table:
+        """Without any backward, as for an evaluation."""
+        columns = tuple(tuple(action for action in column if action.kind is Kind.F) for column in self.columns)
         return Table(self.schedule, self.stages, self.microbatches, columns)
 
     def crosses_ranks(self, stage: int) -> bool:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from parallel3d.config import RunConfig, load_config
 from parallel3d.config.aliases import ALIASES, VALUE_ALIASES
-from parallel3d.config.models import CustomModel, GptModel
+from parallel3d.config.models import CustomModel, GptModel, HfModel, LlamaArgs, LlamaModel
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -36,11 +36,27 @@ def test_an_empty_file_is_all_defaults(text, here):
                 "vocabulary": 256,
                 "sequence": 128,
                 "dropout": 0.0,
+                "tied": False,
             },
             "loss": "cross_entropy",
         },
-        "data": {"source": "text", "path": None, "factory": None},
-        "parallel": {"dp": 1, "tp": 1, "pp": 1, "order": "auto"},
+        "data": {
+            "source": "text",
+            "path": None,
+            "token_type": "uint16",
+            "sequence": None,
+            "shuffle": True,
+            "prefetch": 2,
+            "factory": None,
+        },
+        "parallel": {
+            "dp": 1,
+            "tp": 1,
+            "pp": 1,
+            "order": "auto",
+            "tensor_plan": None,
+            "sequence_parallel": False,
+        },
         "pipeline": {"schedule": "1f1b", "microbatches": 1, "virtual_stages": 1, "layers_per_stage": None},
         "comm": {
             "backend": "auto",
@@ -52,7 +68,19 @@ def test_an_empty_file_is_all_defaults(text, here):
             "startup_timeout": 120.0,
         },
         "memory": {"budget": 8 * 1024**3, "strategy": "standard"},
-        "optimizer": {"name": "adamw", "lr": 3e-4},
+        "optimizer": {
+            "name": "adamw",
+            "lr": 3e-4,
+            "betas": [0.9, 0.999],
+            "eps": 1e-8,
+            "momentum": 0.0,
+            "weight_decay": None,
+            "schedule": "constant",
+            "warmup_steps": 0,
+            "min_lr": 0.0,
+            "clip_norm": None,
+            "shard": False,
+        },
         "train": {"steps": 100, "batch_size": 1, "seed": 0, "precision": "float32"},
         "checkpoint": {},
         "monitoring": {},
@@ -60,10 +88,14 @@ def test_an_empty_file_is_all_defaults(text, here):
     }
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
-def test_every_file_in_configs_is_valid(path):
-    config = load_config(path, environ={})
-    assert config.world_size == (8 if path.name == "mesh-2x2x2.yaml" else 1)
+RANKS_OF_CONFIGS = {
+    "dp": 4, "gpu-8": 8, "llama": 4, "mesh-2x2x2": 8, "nodes-4x8": 32, "pp": 4, "single": 1, "tp": 2,
+}  # fmt: skip
+
+
+def test_every_file_in_configs_is_valid():
+    found = {path.stem: load_config(path, environ={}).world_size for path in CONFIGS.glob("*.yaml")}
+    assert found == RANKS_OF_CONFIGS
 
 
 def test_a_config_never_changes():
@@ -123,9 +155,11 @@ def test_numbers_are_read_as_yaml_1_2_reads_them(here):
 
 @pytest.mark.parametrize(("alias", "name"), ALIASES.items())
 def test_every_alias_means_its_key(alias, name):
-    value: Any = {"pipeline.schedule": "gpipe", "optimizer.lr": 0.5}.get(name, 2)
+    words = {"pipeline.schedule": "gpipe", "optimizer.schedule": "cosine", "model.args.tied": True}
+    value: Any = words.get(name, 0.5 if name == "optimizer.lr" else 2)
     more: dict[str, Any] = {"pipeline.schedule": "csv:table.csv"} if name == "pipeline.virtual_stages" else {}
-    more |= {"model.args.heads": 2} if name == "model.args.width" else {}
+    more |= {"model.args.heads": 1} if name == "model.args.width" else {}
+    more |= {"model.factory": "llama"} if name.removeprefix("model.args.") in LlamaArgs.model_fields else {}
     config = load_config(None, overrides={alias: value, **more}, environ={})
     assert config == load_config(None, overrides={name: value, **more}, environ={})
     assert config != load_config(None, overrides=more, environ={})
@@ -222,6 +256,81 @@ def test_to_yaml_and_back(order, schedule, here):
     config = load(text, here, world_size=2)
     assert isinstance(config.model, GptModel)
     assert load(config.to_yaml(), here) == config
+
+
+def test_a_llama_and_back(here):
+    text = "model: {factory: llama, args: {n_kv_heads: 2, rope_theta: 5e5, tied: true}}\nparallel: {tp: 2}"
+    config = load(text, here)
+    assert isinstance(config.model, LlamaModel)
+    assert (config.model.args.num_kv_heads, config.model.args.rope_base, config.model.args.tied) == (2, 5e5, True)
+    assert load(config.to_yaml(), here) == config
+
+
+@pytest.mark.parametrize(("width", "inner"), [(512, 1408), (48, 128), (24, 64), (1, 64), (4096, 10944)])
+def test_sizes_that_a_llama_was_not_given(width, inner):
+    args = LlamaArgs(width=width, heads=1)
+    assert (args.num_kv_heads, args.inner_width) == (1, inner)
+    assert LlamaArgs(mlp_width=7, heads=4, kv_heads=2).inner_width == 7
+
+
+def test_a_hugging_face_model_and_back(here):
+    config = load("model: {factory: hf, args: {config: {model_type: llama, hidden_size: 64}, seq_len: 32}}", here)
+    assert isinstance(config.model, HfModel)
+    assert config.model.args.config == {"model_type": "llama", "hidden_size": 64}
+    assert config.sequence == 32
+    assert load(config.to_yaml(), here) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "sequence"),
+    [
+        ("", 128),
+        ("model: {args: {sequence: 64}}", 64),
+        ("{model: {args: {sequence: 64}}, data: {sequence: 32}}", 32),
+        ("{model: {factory: llama, args: {sequence: 64}}, data: {sequence: 96}}", 96),
+        ("model: {factory: 'os:walk', args: {sequence: 16}}", 16),
+        ("model: {factory: 'os:walk', args: {sequence: many}}", 128),
+        ("model: {factory: 'os:walk', args: {sequence: true}}", 128),
+    ],
+)
+def test_tokens_of_a_sample(text, sequence, here):
+    assert load(text, here).sequence == sequence
+
+
+def test_an_optimizer_and_back(here):
+    text = "optimizer: {betas: [0.8, 0.95], clip_grad: 1, weight_decay: 0, schedule: cosine, min_lr: 1e-5, shard: true}"
+    config = load(text, here)
+    assert config.optimizer.betas == (0.8, 0.95)
+    assert config.optimizer.clip_norm == 1.0
+    assert config.optimizer.weight_decay == 0.0
+    assert load(config.to_yaml(), here) == config
+    assert load("optimizer: {betas: [0, 0.5]}", here).optimizer.betas == (0.0, 0.5)
+
+
+def test_a_tensor_plan_keeps_its_order_on_the_way_through_yaml(here):
+    plan = {"blocks.*.up": "column", "blocks.0.up": "replicated", "head": "vocab", "1.down": "row"}
+    config = load_config(None, overrides={"parallel.tensor_plan": plan, "parallel.tp": 3}, environ={})
+    again = load(config.to_yaml(), here)
+    assert again == config
+    assert list((again.parallel.tensor_plan or {}).items()) == list(plan.items())
+
+
+def test_an_empty_tensor_plan_is_not_the_models_own(here):
+    assert load("parallel: {tensor_plan: {}}", here).parallel.tensor_plan == {}
+
+
+@pytest.mark.parametrize("text", ["lr_scheduler:", "lr_scheduler: {}", "lr_scheduler: {warmup_steps: 0}"])
+def test_a_section_of_torchtitans_leaves_nothing_behind(text, here):
+    assert load(text, here) == load("", here)
+
+
+def test_rules_are_silent_where_nothing_is_wrong(here):
+    load("{parallel: {tp: 3}, model: {factory: 'os:walk', args: {heads: 8}}}", here)
+    load("{parallel: {tp: 3, tensor_plan: {blocks.*.mlp.up: column}}}", here)
+    load("{parallel: {tp: 3, sequence_parallel: true, tensor_plan: {}}, data: {factory: 'os:walk'}}", here)
+    load("{model: {factory: llama, args: {sequence: 8}}, data: {sequence: 64}}", here)
+    load("{optimizer: {min_lr: 1}}", here)
+    load("{data: {source: tokens, factory: 'os:walk'}}", here)
 
 
 def test_to_yaml_keeps_text_that_looks_like_something_else(here):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from parallel3d.config import RunConfig, load_config
 from parallel3d.config.aliases import ALIASES, SECTION_ALIASES
-from parallel3d.config.models import GptArgs
+from parallel3d.config.models import ARGS
 from parallel3d.config.scalars import dump, resolve_scalar
 from runtime.errors import ConfigError
 
@@ -21,12 +21,27 @@ KEYS = sorted(
     {
         *RunConfig.model_fields,
         *SECTION_ALIASES,
-        *GptArgs.model_fields,
+        *(key for args in ARGS.values() for key in args.model_fields),
         *(name.rpartition(".")[2] for name in ALIASES),
     }
     | {key for field in RunConfig().model_dump().values() for key in field}
 )
-WORDS = ["auto", "gpt", "zbv", "1F1B", "interleaved", "8 GiB", "2min", "dp-tp-pp", "os:walk", "no.such:thing"]
+WORDS = [
+    "auto",
+    "gpt",
+    "llama",
+    "hf",
+    "column",
+    "cosine",
+    "zbv",
+    "1F1B",
+    "interleaved",
+    "8 GiB",
+    "2min",
+    "dp-tp-pp",
+    "os:walk",
+    "no.such:thing",
+]
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(WORDS)
 VALUES = st.recursive(
     SCALARS,
@@ -86,6 +101,13 @@ def test_any_overrides(overrides, tmp_path):
 def test_keywords_of_a_users_model_survive_the_way_through_yaml(args, tmp_path):
     (tmp_path / "run.yaml").touch()
     loads_or_refuses(tmp_path / "run.yaml", overrides={"model.factory": "os:walk", "model.args": args})
+
+
+@QUICK
+@given(plan=st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=8), st.sampled_from(["row", "vocab"])))
+def test_any_tensor_plan(plan, tmp_path):
+    (tmp_path / "run.yaml").touch()
+    loads_or_refuses(tmp_path / "run.yaml", overrides={"parallel.tensor_plan": plan})
 
 
 @QUICK

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from parallel3d.config.models import RunConfig
+from parallel3d.config.models import ARGS, MODELS, RunConfig
 from parallel3d.config.translate import TRANSLATED
 
 # Every kind of schema our models are made of, and the error types it can raise. Core types are strict.
@@ -23,6 +23,7 @@ ERRORS_OF = {
     "any": set(),
     "int": {"int_type", "greater_than_equal", "less_than_equal", "less_than"},
     "float": {"float_type", "greater_than_equal", "greater_than", "less_than", "less_than_equal"},
+    "bool": {"bool_type"},
     "str": {"string_type"},
     "literal": {"literal_error"},
     "tuple": {"tuple_type"},
@@ -32,7 +33,7 @@ ERRORS_OF = {
     "function-before": set(),
 }
 # The only fields that are required are picked by their own presence.
-REQUIRED = {("CustomModel", "factory")}
+REQUIRED = {("LlamaModel", "factory"), ("HfModel", "factory"), ("CustomModel", "factory")}
 
 
 def schemas(node: Any) -> Iterator[dict[str, Any]]:
@@ -51,6 +52,17 @@ def test_each_kind_of_schema_raises_only_what_is_translated():
     kinds = {schema["type"] for schema in schemas(RunConfig.__pydantic_core_schema__)}
     assert kinds <= ERRORS_OF.keys()
     assert set().union(*(ERRORS_OF[kind] for kind in kinds)) <= TRANSLATED
+
+
+def test_only_what_picks_a_model_is_required():
+    sections = (*MODELS.values(), *ARGS.values(), *(type(section) for _, section in RunConfig()))
+    required = {
+        (section.__name__, name)
+        for section in sections
+        for name, field in section.model_fields.items()
+        if field.is_required()
+    }
+    assert required == REQUIRED
 
 
 def test_no_field_needs_more_constraints_than_are_translated():
@@ -107,15 +119,35 @@ def error_types(values: dict[str, Any]) -> set[str]:
     return set()
 
 
-@pytest.mark.parametrize("path", list(leaves(RunConfig().model_dump())), ids=".".join)
-def test_bad_values_for_every_field_raise_only_what_is_translated(path):
+def seen_in(path: tuple[str, ...], factory: str | None = None) -> set[str]:
     seen: set[str] = set()
     for bad in BAD:
         values: Any = bad
         for key in reversed(path):
             values = {key: values}
-        seen |= error_types(values)
-        if path in (("model", "args"), ("model", "loss")):
-            seen |= error_types({"model": {**values["model"], "factory": "os:walk"}})
+        seen |= error_types({"model": {**values["model"], "factory": factory}} if factory else values)
+    return seen
+
+
+@pytest.mark.parametrize("path", list(leaves(RunConfig().model_dump())), ids=".".join)
+def test_bad_values_for_every_field_raise_only_what_is_translated(path):
+    seen = seen_in(path)
+    if path in (("model", "args"), ("model", "loss")):
+        seen |= seen_in(path, "os:walk")
+    assert seen
+    assert seen <= TRANSLATED
+
+
+@pytest.mark.parametrize(
+    ("factory", "path"),
+    [
+        *((name, ("model", "args", key)) for name, args in ARGS.items() for key in args.model_fields),
+        *((name, ("model", key)) for name in ARGS for key in ("args", "loss")),
+        ("os:walk", ("model", "layers")),
+    ],
+    ids=str,
+)
+def test_bad_values_for_every_model_raise_only_what_is_translated(factory, path):
+    seen = seen_in(path, factory)
     assert seen
     assert seen <= TRANSLATED

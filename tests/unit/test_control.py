@@ -100,3 +100,37 @@ def test_only_the_rank_itself_has_a_channel(pair, monkeypatch):
     with open(os.devnull) as file:
         monkeypatch.setenv(CONTROL_FD, str(file.fileno()))
         assert rank_control() is None, "the number is another file by now"
+
+
+def test_a_launcher_speaks_too(pair):
+    launcher, theirs = pair
+    rank = RankControl(theirs.fileno())
+    assert list(rank.messages()) == []
+    assert launcher.send("wish", stops=True)
+    assert launcher.send("wish", stops=False)
+    launcher.connection.send(b"not json")
+    assert launcher.send("last")
+    assert list(rank.messages()) == [
+        {"kind": "wish", "stops": True},
+        {"kind": "wish", "stops": False},
+        {"kind": "last"},
+    ]
+    assert rank.is_open
+
+
+def test_a_rank_finds_out_that_its_launcher_is_gone(pair):
+    launcher, theirs = pair
+    rank = RankControl(theirs.fileno())
+    launcher.send("last")
+    launcher.connection.close()
+    assert list(rank.messages()) == [{"kind": "last"}]
+    assert not rank.is_open
+    assert list(rank.messages()) == []
+
+
+def test_a_rank_that_does_not_read_cannot_hold_its_launcher_up(pair):
+    launcher, theirs = pair
+    while launcher.send("wish", text="x" * 1000):
+        pass
+    theirs.close()
+    assert not launcher.send("wish")

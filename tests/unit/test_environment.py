@@ -13,6 +13,7 @@ from runtime.environment import (
     RankEnvironment,
     StoreServer,
     first_host,
+    is_rank,
     read_environment,
 )
 from runtime.errors import LaunchError
@@ -163,3 +164,20 @@ def test_the_tasks_of_each_node(counts, each):
             "SLURM_STEP_TASKS_PER_NODE": counts,
         }
         assert read_environment(variables).local_world_size == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_one"),
+    [
+        ({}, False),
+        ({"RANK": "0", "WORLD_SIZE": "8"}, False),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}, True),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, True),
+        ({"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}, False),
+        ({"PARALLEL3D_STORE_FD": "7", "PARALLEL3D_RANK_PID": str(os.getpid())}, True),
+        ({"PARALLEL3D_STORE_FD": "7", "PARALLEL3D_RANK_PID": "1", "RANK": "0", "MASTER_ADDR": "localhost"}, False),
+    ],
+    ids=["alone", "leftovers", "torchrun", "srun", "batch script", "launch", "started by a rank"],
+)
+def test_whether_this_process_is_a_rank(variables, is_one):
+    assert is_rank(variables) is is_one

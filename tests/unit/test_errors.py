@@ -11,7 +11,14 @@ import pytest
 from runtime import errors
 from runtime.errors import CommunicationError, Coords, name_rank
 
-PLAIN = [errors.ConfigError, errors.LaunchError, errors.InvalidCall, errors.BenchmarkError]
+PLAIN = [
+    errors.ConfigError,
+    errors.LaunchError,
+    errors.InvalidCall,
+    errors.DataError,
+    errors.BenchmarkError,
+    errors.NonFiniteGradient,
+]
 COMMUNICATION = [errors.Mismatch, errors.PeerLost, errors.GroupClosed, errors.DeadlineExceeded]
 
 
@@ -51,6 +58,7 @@ def test_what_users_can_catch():
     for kind in (*PLAIN, CommunicationError):
         assert issubclass(kind, errors.Parallel3DError)
     assert issubclass(errors.InvalidCall, ValueError)
+    assert issubclass(errors.NonFiniteGradient, ArithmeticError)
     assert issubclass(errors.DeadlineExceeded, TimeoutError)
     for kind in COMMUNICATION:
         others = [other for other in COMMUNICATION if other is not kind]
@@ -61,6 +69,13 @@ def test_what_users_can_catch():
 def test_plain_errors_pickle(kind):
     arrived = pickle.loads(pickle.dumps(kind("why")))
     assert (type(arrived), str(arrived)) == (kind, "why")
+
+
+@pytest.mark.parametrize("travel", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy], ids=["pickle", "copy"])
+def test_who_has_gradients_that_are_not_finite_survives_the_trip(travel):
+    arrived = travel(errors.NonFiniteGradient("why", ranks=(1, 3), step=7))
+    assert (type(arrived), str(arrived)) == (errors.NonFiniteGradient, "why")
+    assert (arrived.message, arrived.ranks, arrived.step) == ("why", (1, 3), 7)
 
 
 def test_how_messages_name_a_rank():

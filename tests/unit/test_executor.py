@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from functools import partial
 
@@ -12,14 +13,15 @@ from torch import nn
 
 import parallel3d
 from parallel3d.executor import Executor
-from parallel3d.schedules.actions import Action, parse_actions
+from parallel3d.schedules.actions import Action, Kind, parse_actions
 from parallel3d.schedules.build import build
+from parallel3d.schedules.gpipe import gpipe_of_stages
 from parallel3d.schedules.table import Table
 from parallel3d.simulation import ScheduleDeadlock
 from parallel3d.stage import Stage
 from process_groups.pipes import CallPipe, Idle
-from runtime.errors import DeadlineExceeded, GroupClosed, InvalidCall, PeerLost
-from tests.pipelines import check_every_schedule, loss, make_executor, microbatch, run_step, stage_module
+from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, InvalidCall, PeerLost
+from tests.pipelines import check_every_schedule, loss, make_executor, microbatch, one_process, run_step, stage_module
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -27,21 +29,98 @@ async def test_every_schedule_gives_what_one_process_does(size):
     await parallel3d.in_process(partial(check_every_schedule, size), ranks=size)
 
 
-async def test_gradients_are_reduced_from_a_stages_last_backward_on():
-    done: dict[int, list[int]] = {0: [], 1: []}
+class Recorded:
+    """Gradients that write down what they are told."""
 
+    def __init__(self) -> None:
+        self.told: list[object] = []
+        self.executor: Executor | None = None
+
+    def begin(self) -> None:
+        self.told.append("begin")
+
+    @contextlib.contextmanager
+    def last_backward(self, stage):
+        self.told.append(("last backward", stage))
+        yield
+
+    def stage_done(self, stage):
+        assert all(each.grad is not None for each in self.executor.stages[stage].module.parameters())
+        self.told.append(("done", stage))
+
+    async def finish(self):
+        self.told.append("finish")
+
+    def cancel(self):
+        self.told.append("cancel")
+
+
+async def told_by(schedule: str, *, fails: bool = False) -> list[list[object]]:
+    async def main() -> list[object]:
+        async with parallel3d.mesh(pp=2) as mesh:
+            gradients = Recorded()
+            executor = gradients.executor = make_executor(mesh, schedule, 4, gradients=gradients)
+            if fails and mesh.rank == 0:
+                executor.stages[0].module.forward = None
+            with contextlib.suppress(*([TypeError, CommunicationError] if fails else [])):
+                await run_step(executor)
+            return gradients.told
+
+    return await parallel3d.in_process(main, ranks=2)
+
+
+async def test_gradients_are_told_of_each_stages_last_backward():
+    def done(stage):
+        return [("last backward", stage), ("done", stage)]
+
+    assert await told_by("interleaved") == [
+        ["begin", *done(2), *done(0), "finish"],
+        ["begin", *done(3), *done(1), "finish"],
+    ]
+
+
+async def test_a_split_backward_has_no_last_piece():
+    assert await told_by("zero-bubble") == [["begin", ("done", rank), "finish"] for rank in (0, 1)]
+
+
+async def test_gradients_are_told_of_a_failed_step():
+    assert await told_by("1f1b", fails=True) == [["begin", "cancel"], ["begin", "cancel"]]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+async def test_forward_and_backward_apart(schedule):
     async def main() -> None:
         async with parallel3d.mesh(pp=2) as mesh:
-
-            async def reduce(stage: int) -> None:
-                assert all(each.grad is not None for each in executor.stages[stage].module.parameters())
-                done[mesh.rank].append(stage)
-
-            executor = make_executor(mesh, "interleaved", 4, reduce=reduce)
-            await run_step(executor)
+            whole = make_executor(mesh, schedule, 4)
+            table = gpipe_of_stages(whole.table.rank_of_stage, 4)
+            executor = Executor(mesh, table, whole.stages, loss)
+            expected, model = one_process(table.stages, 4)
+            begun = executor.begin(*zip(*map(microbatch, range(4)), strict=True))
+            await begun.forward()
+            assert {each.action.kind for each in begun.timed} <= {Kind.F, Kind.SEND_F, Kind.RECV_F}
+            losses = torch.tensor([begun.loss], dtype=torch.float64)
+            assert abs((await mesh.pp.all_reduce(losses)).item() - expected) < 1e-12
+            await begun.finish()
+            for index, stage in executor.stages.items():
+                for mine, theirs in zip(stage.module.parameters(), model[index].parameters(), strict=True):
+                    torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-13)
 
     await parallel3d.in_process(main, ranks=2)
-    assert done == {0: [2, 0], 1: [3, 1]}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+async def test_forward_only(schedule):
+    async def main() -> None:
+        async with parallel3d.mesh(pp=2) as mesh:
+            whole = make_executor(mesh, schedule, 4)
+            executor = Executor(mesh, whole.table.forward_only(), whole.stages, loss)
+            step = await run_step(executor)
+            expected, _ = one_process(whole.table.stages, 4)
+            assert abs(step.loss - expected) < 1e-12
+            assert all(stage.peak_activations <= 1 for stage in executor.stages.values())
+            assert all(each.grad is None for stage in executor.stages.values() for each in stage.module.parameters())
+
+    await parallel3d.in_process(main, ranks=2)
 
 
 async def test_a_stage_that_never_sends_is_named():
@@ -215,20 +294,3 @@ async def test_gradients_do_not_know_how_they_were_made():
                 assert not any(each.grad.requires_grad for each in stage.module.parameters())
 
     await parallel3d.in_process(main, ranks=2)
-
-
-async def test_a_parameter_of_two_stages_is_not_reduced_by_each():
-    async def reduce(stage: int) -> None:
-        raise AssertionError("never")
-
-    async def main() -> None:
-        async with parallel3d.mesh(pp=1) as mesh:
-            modules = [stage_module(index, 2) for index in range(2)]
-            modules[1][0].up = modules[0][1].up
-            stages = {index: Stage(index, 2, module) for index, module in enumerate(modules)}
-            table = build("interleaved", 1, 2, 2)
-            Executor(mesh, table, stages, loss)
-            with pytest.raises(InvalidCall, match=r"^stages 0 and 1 share the parameter 0\.up\.weight, which would be"):
-                Executor(mesh, table, stages, loss, reduce=reduce)
-
-    await parallel3d.in_process(main, ranks=1)

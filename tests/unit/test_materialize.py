@@ -18,7 +18,7 @@ from parallel3d.models.gpt import build_gpt
 from parallel3d.models.layered import LayeredModel
 from parallel3d.models.llama import build_llama
 from parallel3d.models.materialize import materialize
-from parallel3d.models.seeding import seed_of, seeded
+from parallel3d.seeding import seed_of, seeded
 from runtime.errors import InvalidCall
 
 Build = Callable[[], LayeredModel]
@@ -99,6 +99,15 @@ def test_modules_may_be_given_with_or_without_what_is_inside_them():
     modules = [(path, model.module(path)) for path in model.row]
     materialize(model, modules, 5, torch.float32, "cpu")
     assert same(dict(model.whole.named_parameters()), whole)
+
+
+def test_what_is_in_the_whole_goes_by_its_path_there():
+    whole = fill(gpt()())
+    model = gpt()()
+    wrapped = nn.Sequential(nn.Identity(), model.module("blocks.2"))
+    materialize(model, [("elsewhere", wrapped)], 5, torch.float32, "cpu")
+    found = {name: each for name, each in model.whole.named_parameters() if not each.is_meta}
+    assert same(found, {name: each for name, each in whole.items() if name.startswith("blocks.2.")})
 
 
 def test_the_seed_changes_every_weight_that_is_drawn():

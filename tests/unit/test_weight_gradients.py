@@ -13,9 +13,9 @@ from parallel3d.weight_gradients import (
     add_product,
     add_rows,
     add_to_gradient,
+    autograd_was_there,
     cast_weight,
     collecting,
-    gradient_is_there,
     later,
     split_weight_gradients,
 )
@@ -151,7 +151,7 @@ def give_homes(module: nn.Module) -> list[torch.Tensor]:
     """Full of what is not to be added to."""
     for each in module.parameters():
         each.gradient_home = torch.full_like(each, torch.nan)
-        each.register_post_accumulate_grad_hook(gradient_is_there)
+        each.register_post_accumulate_grad_hook(autograd_was_there)
     return [each.gradient_home for each in module.parameters()]
 
 
@@ -161,9 +161,10 @@ def test_gradients_have_homes(is_split):
     plain, own = Tied().double(), Tied().double()
     own.load_state_dict(plain.state_dict())
     split_weight_gradients(own)
-    homes, told = give_homes(own), []
+    homes = give_homes(own)
+    told = {each: [] for each in own.parameters()}
     for each in own.parameters():
-        each.on_gradient = told.append
+        each.on_gradient = told[each].append
     tokens = torch.randint(0, 7, (2, 5))
     for _ in range(2):
         plain(tokens).square().sum().backward()
@@ -177,8 +178,16 @@ def test_gradients_have_homes(is_split):
     for mine, theirs, home in zip(own.parameters(), plain.parameters(), homes, strict=True):
         assert mine.grad is home
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-12)
-    times = [sum(each is parameter for each in told) for parameter in own.parameters()]
-    assert times == [4, 4, 4]  # two steps: the tied weight by embedding and head, the others by both uses
+    # Two backwards, and each is used twice: the tied weight by embedding and head, the others by both calls.
+    assert list(told.values()) == [[True] * 4] * 3
+
+
+def test_what_autograd_adds_is_told_too():
+    norm, told = nn.LayerNorm(3), []
+    give_homes(norm)
+    norm.weight.on_gradient = told.append
+    norm(torch.ones(2, 3)).sum().backward()
+    assert told == [False]
 
 
 def test_a_frozen_anchor_and_values_without_gradient():
@@ -211,7 +220,7 @@ def test_every_way_to_add():
                 add(parameter)
                 assert (parameter.grad.dtype, parameter.grad is home) == (torch.float32, home is not None)
                 torch.testing.assert_close(parameter.grad, number * expected, rtol=1e-2, atol=0)
-            assert len(told) == (0 if home is None else 2)
+            assert told == ([] if home is None else [True] * 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

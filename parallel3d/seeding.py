@@ -1,10 +1,11 @@
-"""Seeds: where the random numbers of first weights begin, the same on every mesh and for every cut."""
+"""Seeds: where random numbers begin, the same on every rank of every mesh."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import random
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,6 +14,9 @@ import torch
 _LARGEST_SEED = 2**63 - 1
 # numpy takes no more.
 _LARGEST_NUMPY_SEED = 2**32 - 1
+
+# The numbers are the process's own, and several ranks may live in one.
+_TAKING_TURNS = threading.RLock()
 
 
 def seed_of(seed: int, path: str) -> int:
@@ -27,6 +31,11 @@ def seeded(seed: int) -> Iterator[None]:
 
     All three, because each rank calls a user's code for itself and they must get the same model.
     """
+    with _TAKING_TURNS:
+        yield from _seeded(seed)
+
+
+def _seeded(seed: int) -> Iterator[None]:
     of_python, of_numpy = random.getstate(), np.random.get_state()
     # Not torch.manual_seed, which also seeds every GPU, where it would stay, and walks the stack for it.
     with torch.random.fork_rng(devices=[]):
@@ -38,3 +47,9 @@ def seeded(seed: int) -> Iterator[None]:
         finally:
             random.setstate(of_python)
             np.random.set_state(of_numpy)
+
+
+def seed_from_now_on(seed: int) -> None:
+    """What torch draws in this process."""
+    with _TAKING_TURNS:
+        torch.manual_seed(seed)

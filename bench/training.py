@@ -1,0 +1,241 @@
+"""Training steps beside what users would pick instead: the same model in the same processes, in turns.
+
+python bench/training.py [--json] [--quick]
+
+One small GPT (4 blocks, width 256, batch 16), AdamW, one thread a rank:
+1. one rank beside a plain loop;
+2. two replicas beside DDP, and beside two plain loops on half a batch each at once;
+3. two tensor-parallel ranks beside DTensor, and beside two plain loops on the whole batch at once;
+4. two stages beside torch's 1F1B;
+5. 2 x 2 x 2 beside DDP, DTensor and torch's pipelining put together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import launch_for_result, median, options, show
+from pipeline_models import LAYERS, gpt_loss
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+from training_model import SmallGPT
+
+import parallel3d
+from parallel3d.config import load_config
+from parallel3d.coordinator import Coordinator
+
+BATCH, MICROBATCHES = 16, 8
+Step = Callable[[], Awaitable[Any]]
+# mesh (dp, tp, pp), sequence, steps a turn
+CASES = {
+    "single": (1, 1, 1, 128, 1),
+    "dp": (2, 1, 1, 128, 1),
+    "dp, short": (2, 1, 1, 16, 4),
+    "tp": (1, 2, 1, 128, 1),
+    "tp, short": (1, 2, 1, 16, 4),
+    "pp": (1, 1, 2, 128, 1),
+    "pp, short": (1, 1, 2, 8, 4),
+    "2x2x2": (2, 2, 2, 128, 1),
+}
+
+
+def data(sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs, targets = torch.randint(0, 1024, (2, BATCH, sequence), generator=generator)
+    return inputs, targets
+
+
+def whole() -> SmallGPT:
+    torch.manual_seed(0)
+    return SmallGPT()
+
+
+def trained(model: nn.Module, work: Callable[[], Any], *, fused: bool = True) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused, foreach=None if fused else False)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        work()
+        optimizer.step()
+
+    return step
+
+
+def plain(inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[], None]:
+    model = whole()
+    return trained(model, lambda: gpt_loss(model(inputs), targets).backward())
+
+
+def ddp(inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[], None]:
+    model = nn.parallel.DistributedDataParallel(whole())
+    return trained(model, lambda: gpt_loss(model(inputs), targets).backward())
+
+
+def cut_by_dtensor(model: SmallGPT, mesh: DeviceMesh) -> None:
+    plan: dict[str, Any] = {f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
+    plan |= {"attention.out": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan)
+
+
+def dtensor(inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[], None]:
+    model = whole()
+    cut_by_dtensor(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    return trained(model, lambda: gpt_loss(model(inputs), targets).backward(), fused=False)
+
+
+def one_f_one_b(
+    model: nn.Module, stage: int, group: Any, inputs: torch.Tensor, targets: torch.Tensor
+) -> Callable[[], Any]:
+    """Of two stages."""
+    placed = pipelining.PipelineStage(model, stage, 2, torch.device("cpu"), group=group)
+    schedule = pipelining.Schedule1F1B(placed, MICROBATCHES, loss_fn=gpt_loss)
+    return (lambda: schedule.step(inputs)) if stage == 0 else (lambda: schedule.step(target=targets, losses=[]))
+
+
+def half(stage: int) -> SmallGPT:
+    torch.manual_seed(stage)
+    return SmallGPT(stage * LAYERS // 2, (stage + 1) * LAYERS // 2)
+
+
+def torch_pipeline(inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[], None]:
+    model = half(dist.get_rank())
+    return trained(model, one_f_one_b(model, dist.get_rank(), None, inputs, targets))
+
+
+def composed(inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[], None]:
+    """Stages that DTensor cuts, each replica's in DDP, in torch's 1F1B."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "tp", "pp"))
+    stage, replica = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    model = half(stage)
+    cut_by_dtensor(model, mesh["tp"])
+    _pre_dp_module_transform(model)  # DDP takes no DTensors
+    replicated = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+    part = inputs.chunk(2)[replica], targets.chunk(2)[replica]
+    return trained(replicated, one_f_one_b(replicated, stage, mesh.get_group("pp"), *part))
+
+
+def peers(case: str, rank: int, size: int, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
+    """By name, each a step."""
+    part = inputs.chunk(size)[rank], targets.chunk(size)[rank]
+    if case == "single":
+        return {"plain loop": plain(inputs, targets)}
+    if case.startswith("dp"):
+        return {"plain loops on half a batch each": plain(*part), "DDP": ddp(*part)}
+    if case.startswith("tp"):
+        return {"plain loops on the whole batch": plain(inputs, targets), "DTensor": dtensor(inputs, targets)}
+    if case.startswith("pp"):
+        return {"torch 1F1B": torch_pipeline(inputs, targets)}
+    return {"DDP + DTensor + torch 1F1B": composed(inputs, targets)}
+
+
+async def measure() -> dict[str, Any]:
+    case, quick, path = sys.argv[2], sys.argv[3] == "quick", sys.argv[-1]
+    dp, tp, pp, sequence, num_steps = CASES[case]
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = f"file://{Path(path).with_name('torch-store')}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    inputs, targets = data(sequence)
+    settings = {
+        "model": {"factory": "training_model:SmallGPT", "layers": "blocks.*"},
+        "data.sequence": sequence,
+        "parallel": {"dp": dp, "tp": tp, "pp": pp},
+        "pipeline": {"schedule": "1f1b", "microbatches": MICROBATCHES if pp > 1 else 1},
+        "optimizer": {"name": "adamw", "lr": 1e-3},
+        "train": {"steps": 10**6, "batch_size": BATCH},
+        "comm.timeout": 120,
+        "runtime.threads": 1,
+    }
+    config = load_config(None, overrides=settings, world_size=size)
+    async with Coordinator.from_config(config) as coordinator:
+        found = await turns(coordinator, peers(case, rank, size, inputs, targets), (inputs, targets), num_steps, quick)
+    dist.destroy_process_group()
+    return {"case": case, "mesh": [dp, tp, pp], "sequence": sequence, **found}
+
+
+async def turns(
+    coordinator: Coordinator, others: dict[str, Any], batch: Any, num_steps: int, quick: bool
+) -> dict[str, Any]:
+    mesh = coordinator.mesh
+    part = tuple(each.chunk(mesh.dp.size)[mesh.dp.rank] for each in batch)
+    contestants: dict[str, Step] = {"parallel3d": lambda: coordinator.train_step(part)}
+    for name, step in others.items():
+        contestants[name] = lambda step=step: mesh.compute(step)
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(2 + (3 if quick else 11)):
+        for name, step in contestants.items():
+            took = await timed(mesh, step, num_steps)
+            if number >= 2:  # the first steps make connections and load what torch loads late
+                seconds[name].append(took)
+    mine = seconds["parallel3d"]
+    ratios = {
+        name: median([a / b for a, b in zip(theirs, mine, strict=True)])
+        for name, theirs in seconds.items()
+        if name != "parallel3d"
+    }
+    return {
+        "seconds": {name: median(values) for name, values in seconds.items()},
+        "ratios": ratios,
+        "parameters_of_a_rank": coordinator.performance().parameters,
+        "parameters": sum(each.numel() for each in SmallGPT().parameters()),
+        "where": coordinator.performance().parts(),
+    }
+
+
+async def timed(mesh: parallel3d.Mesh, step: Step, num_steps: int) -> float:
+    """Seconds of a step, from the first rank's beginning to the last one's end."""
+    await mesh.world.barrier()
+    start = time.perf_counter()
+    for _ in range(num_steps):
+        await step()
+    ends = await mesh.world.all_gather(torch.tensor([start, time.perf_counter()], dtype=torch.float64))
+    starts, stops = ends.view(-1, 2).unbind(1)
+    return float(stops.max() - starts.min()) / num_steps
+
+
+def rank_main() -> None:
+    """One rank; the first leaves what was found in the file that the last word names."""
+    found = parallel3d.run(measure)
+    if os.environ["RANK"] == "0":
+        Path(sys.argv[-1]).write_text(json.dumps(found))
+
+
+def lines_of(results: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for each in results:
+        dp, tp, pp = each["mesh"]
+        share = 100 * each["parameters_of_a_rank"] / each["parameters"]
+        lines.append(
+            f"dp={dp} tp={tp} pp={pp}, sequence {each['sequence']}; rank 0 has {share:.0f} % of the parameters"
+        )
+        for name, seconds in each["seconds"].items():
+            ratio = each["ratios"].get(name)
+            lines.append(f"  {name:34} {1e3 * seconds:8.1f} ms" + ("" if ratio is None else f"   {ratio:6.3f} of ours"))
+    return lines
+
+
+def main() -> None:
+    chosen = options(__doc__)
+    words = "quick" if chosen.quick else "full"
+    sizes = {name: dp * tp * pp for name, (dp, tp, pp, _, _) in CASES.items()}
+    results: list[Any] = [launch_for_result(sizes[name], __file__, "rank", name, words) for name in CASES]
+    show({"cases": results}, lines_of(results), chosen.json)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["rank"]:
+        rank_main()
+    else:
+        main()

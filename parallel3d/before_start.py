@@ -1,0 +1,64 @@
+"""What is found out about a run before its ranks start: whether it can be built, cut and fed as configured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from parallel3d.config.errors import ConfigProblems, Place, problem_of_key
+from parallel3d.config.models import GptModel, LlamaModel, RunConfig
+from parallel3d.run_record import ModelFacts
+from runtime.errors import ConfigError, InvalidCall
+
+
+def check_before_start(config: RunConfig, source: str = "", num_local: int | None = None) -> ModelFacts:
+    """Build the pipeline's table, the model without memory, its tensor plan and its dataset, and find its loss.
+
+    source: how errors name the file. num_local: ranks on this host, if not all of them.
+    Raises ConfigError, which names the key at fault.
+    """
+    try:
+        return _check(config, config.world_size if num_local is None else num_local)
+    except ConfigProblems as error:
+        place = Place(source)
+        problems = [each if each.place.source else replace(each, place=place) for each in error.problems]
+        raise ConfigProblems(problems) from error
+    except InvalidCall as error:
+        raise ConfigError(f"{source}  {error}") from error
+
+
+def _check(config: RunConfig, num_local: int) -> ModelFacts:
+    from parallel3d.blueprint import draw, table_of  # torch takes seconds
+    from parallel3d.data import make_dataset
+    from parallel3d.losses import make_loss
+
+    _check_devices(config.comm.backend, num_local)
+    try:
+        table_of(config)
+    except InvalidCall as error:
+        raise problem_of_key("pipeline.schedule", config.pipeline.schedule, str(error)) from error
+    model = draw(config).model
+    make_loss(config.model.loss)
+    make_dataset(config)
+    parameters = sum(parameter.numel() for parameter in model.whole.parameters())
+    return ModelFacts(parameters, flops_per_token(config, parameters))
+
+
+def _check_devices(backend: str, num_local: int) -> None:
+    """Counting them does not take them into use."""
+    if backend != "nccl":
+        return
+    import torch
+
+    found = torch.cuda.device_count() if torch.distributed.is_nccl_available() else 0
+    if found < num_local:
+        have = f"{found} CUDA device{'s' * (found != 1)}" if found else "no CUDA device, or its torch no NCCL"
+        message = f"each rank needs a CUDA device: this host gets {num_local} of them and has {have}."
+        raise problem_of_key("comm.backend", backend, message, "Set it to auto or gloo, or start fewer ranks here.")
+
+
+def flops_per_token(config: RunConfig, parameters: int) -> float:
+    """Forward and backward: 6 operations a parameter, and for attention 12 times layers, width and sequence."""
+    attention = 0
+    if isinstance(config.model, GptModel | LlamaModel):
+        attention = 12 * config.model.args.layers * config.model.args.width * config.sequence
+    return 6.0 * parameters + attention

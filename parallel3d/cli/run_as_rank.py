@@ -1,0 +1,59 @@
+"""`parallel3d run` in a process that torchrun, SLURM or `parallel3d launch` has made a rank."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+from parallel3d.before_start import check_before_start
+from parallel3d.cli.run_text import LiveLine, say_summary
+from parallel3d.cli.validate import EXIT_BAD_CONFIG
+from parallel3d.config import load_config
+from parallel3d.run_folder import RunFolder, check_run_dir, new_run_id
+from parallel3d.run_record import Status
+from runtime.environment import read_environment
+from runtime.errors import ConfigError
+from runtime.loop import run
+
+EXIT_FAILED, EXIT_HUNG = 4, 124
+
+
+def run_as_rank(file: Path, overrides: Mapping[str, str], place: str, as_json: bool) -> int:
+    """This rank's part of a run, from the file to the exit code."""
+    environment = read_environment()
+    is_first = environment.rank == 0
+    try:
+        config = load_config(file, overrides=overrides, world_size=environment.world_size)
+        if is_first:  # the others may find what rank 0 has written by now
+            check_run_dir(config, place)
+        facts = check_before_start(config, str(file), environment.local_world_size)
+        folder = RunFolder.create(config, new_run_id(), place) if is_first else None
+    except ConfigError:
+        if is_first:
+            raise
+        return EXIT_BAD_CONFIG  # rank 0 says it for all
+
+    from parallel3d.coordinator import Coordinator
+    from parallel3d.unsupervised import RankOwner
+
+    live = LiveLine(sys.stderr, os.environ, shutil.get_terminal_size().columns)
+    owner = RankOwner(environment.rank, config, facts, folder, live.show)
+    try:
+        run(lambda: owner.work(Coordinator.from_config))
+    except Exception:
+        traceback.print_exc()
+    finally:
+        live.close()
+        if folder is not None:
+            say_summary(owner.record, folder.path, folder.metrics(owner.record), as_json)
+    match owner.record.status:
+        case Status.COMPLETED:
+            return 0
+        case Status.HUNG:
+            return EXIT_HUNG
+        case _:
+            return EXIT_FAILED

@@ -1,0 +1,122 @@
+"""A run in words: the live line while it goes on, and where the time went at its end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from monitoring.time_parts import PARTS, mean_of
+from parallel3d.cli.json_lines import dump
+from parallel3d.run_record import RunRecord, RunStep
+
+_REDRAW_SECONDS = 0.1
+_LINE_SECONDS = 1.0
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+class LiveLine:
+    """On a terminal one line that is drawn again and again; elsewhere a line now and then, first and last always."""
+
+    def __init__(
+        self,
+        stream: TextIO,
+        environment: Mapping[str, str],
+        columns: int,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream, self._columns, self._now = stream, columns, now
+        self._redraws = stream.isatty() and environment.get("TERM") != "dumb"
+        self._colours = self._redraws and not environment.get("NO_COLOR")
+        self._shown_at = float("-inf")
+        self._latest = self._shown = ""
+
+    def show(self, record: RunRecord, step: RunStep) -> None:
+        """A step was made."""
+        pairs = describe(record, step)
+        text = "  ".join(f"{name} {value}" for name, value in pairs)
+        if self._redraws and len(text) >= self._columns:
+            text = text[: self._columns - 1]
+        elif self._colours:
+            text = "  ".join(f"{_DIM}{name}{_PLAIN} {value}" for name, value in pairs)
+        self._latest = text
+        if self._now() - self._shown_at >= (_REDRAW_SECONDS if self._redraws else _LINE_SECONDS):
+            self._draw()
+
+    def _draw(self) -> None:
+        self._shown, self._shown_at = self._latest, self._now()
+        self._stream.write(f"\r\x1b[K{self._latest}" if self._redraws else f"{self._latest}\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """No step comes any more."""
+        if self._latest != self._shown:
+            self._draw()
+        if self._redraws and self._shown:
+            self._stream.write("\n")
+            self._stream.flush()
+
+
+def describe(record: RunRecord, step: RunStep) -> list[tuple[str, str]]:
+    """What the live line says of a step."""
+    made, wanted = step.step + 1, record.config.train.steps
+    pairs = [
+        ("step", f"{made:>{len(str(wanted))}}/{wanted}"),
+        ("loss", f"{step.loss:.4f}"),
+        ("grad norm", f"{step.grad_norm:.3g}"),
+        ("tokens/s", f"{step.tokens_per_second:,.0f}"),
+    ]
+    mfu, bubble, memory = record.mfu(step.tokens_per_second), record.mean_bubble(), record.memory()
+    if mfu is not None:
+        pairs.append(("MFU", f"{100 * mfu:.1f} %"))
+    if bubble is not None and record.config.parallel.pp > 1:
+        pairs.append(("bubble", f"{100 * bubble:.0f} %"))
+    if memory is not None:
+        pairs.append(("memory", show_bytes(memory)))
+    return pairs
+
+
+def show_bytes(count: int) -> str:
+    """In the unit that people would choose."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def time_table(record: RunRecord) -> str:
+    """Where each rank's time went, in percent; empty before the first step."""
+    told = [rank for rank, totals in sorted(record.ranks.items()) if totals.num_steps]
+    if not told:
+        return ""
+    each = [record.parts(rank) for rank in told]
+    rows = [(record.name(rank), parts) for rank, parts in zip(told, each, strict=True)]
+    rows += [("all ranks", mean_of(each))] if len(told) > 1 else []
+    title = "where the time went"
+    width = max(len(title), *(len(name) for name, _ in rows))
+    lines = [f"{title:<{width}}" + "".join(f"{part:>11}" for part in PARTS)]
+    lines += [
+        f"{name:<{width}}" + "".join(f"{100 * parts.shares()[part]:>9.1f} %" for part in PARTS) for name, parts in rows
+    ]
+    return "\n".join(lines)
+
+
+def summary(record: RunRecord, folder: str) -> str:
+    """What is said when a run has ended."""
+    steps = f"{len(record.steps)} of {record.config.train.steps} steps"
+    lines = [f"{record.status}: {steps}"]
+    if record.steps:
+        first, last = record.steps[0].loss, record.steps[-1].loss
+        lines[0] += f", loss {first:.4f} to {last:.4f}, {record.tokens_per_second:,.0f} tokens/s"
+        lines += ["", time_table(record)]
+        if record.num_warm_up:
+            lines.append(f"(speed and times leave out {record.num_warm_up} steps of warm-up)")
+    return "\n".join(
+        [*lines, "", f"files: {folder}/ (report.html, metrics.json, events.jsonl, trace.json.gz, config.yaml)"]
+    )
+
+
+def say_summary(record: RunRecord, folder: Path, metrics: Mapping[str, Any], as_json: bool) -> None:
+    """Data on stdout, the rest on stderr."""
+    print(summary(record, str(folder)), file=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        print(dump(metrics))

@@ -1,0 +1,330 @@
+"""The coordinator: one rank's way through training steps, each of which the whole mesh makes together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from parallel3d.blueprint import draw
+from parallel3d.config import RunConfig
+from parallel3d.data import Batch, Batches, Dataset, Sampler, make_dataset
+from parallel3d.executor import Begun, Executor
+from parallel3d.gradient_sync import GradientSync
+from parallel3d.late_gradients import LateGradients
+from parallel3d.learning_rate import learning_rate
+from parallel3d.losses import StepLoss, make_loss
+from parallel3d.optimizer import Optimizer
+from parallel3d.performance import Performance, TrainStep
+from parallel3d.rank_mesh import Mesh, mesh
+from parallel3d.rank_part import RankPart, assemble, measure_cut
+from parallel3d.schedules.actions import Kind
+from parallel3d.schedules.gpipe import gpipe_of_stages
+from parallel3d.schedules.table import Table
+from parallel3d.seeding import seed_from_now_on, seed_of
+from parallel3d.sharding import Shards
+from parallel3d.vocabulary import gather_logits, vocab_cross_entropy
+from parallel3d.whole_weights import gather_weights
+from runtime.errors import InvalidCall, name_rank
+
+
+class Coordinator:
+    """One rank's part in training a model over the mesh. All ranks have to make the same calls."""
+
+    def __init__(self, rank_mesh: Mesh) -> None:
+        if rank_mesh.config is None:
+            raise InvalidCall("a coordinator needs a configuration: Coordinator.from_config(...).")
+        self.mesh, self.config = rank_mesh, rank_mesh.config
+        self._stack = contextlib.AsyncExitStack()
+        self._steps: list[TrainStep] = []
+        self._begun: _Pass | None = None
+        self._own_rate: float | None = None
+        self._dataset: Dataset | None = None
+        self._waited = 0.0
+        self._scale: float | None = None
+        """Of the gradients that `backward_pass` left."""
+
+    @classmethod
+    def from_config(cls, config: str | Path | RunConfig, *, overrides: Mapping[str, Any] | None = None) -> Coordinator:
+        """For `async with`: the mesh is entered and the model made there."""
+        return cls(mesh(config, overrides=overrides))
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self.mesh)
+            await self._set_up()
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return await self._stack.__aexit__(kind, error, trace)
+
+    async def _set_up(self) -> None:
+        config, rank_mesh = self.config, self.mesh
+        blueprint = await rank_mesh.compute(draw, config, await self._measured_cut())
+        exchange = rank_mesh.tp.tensor_exchange() if rank_mesh.tp.size > 1 else None
+        self._part = part = await rank_mesh.compute(assemble, blueprint, config, rank_mesh, exchange)
+        self._loss = loss_of(config, part)
+        self._sync = sync_of(config, part, rank_mesh)
+        self._optimizer = Optimizer(config.optimizer, self._sync, rank_mesh, part.counts_in_norm)
+        self._executor = self._make_executor(blueprint.table)
+        apart = gpipe_of_stages(blueprint.table.rank_of_stage, blueprint.table.microbatches)
+        self._executor_apart = self._make_executor(apart)
+        self._evaluator = self._make_executor(apart.forward_only())
+        await rank_mesh.compute(seed_from_now_on, _dropout_seed(config, rank_mesh))
+
+    def _make_executor(self, table: Table) -> Executor:
+        return Executor(
+            self.mesh,
+            table,
+            self._part.stages,
+            self._loss,
+            gradients=None if not table.has_backwards else self._sync,
+            autocast=torch.bfloat16 if self.config.train.precision == "bfloat16" else None,
+        )
+
+    async def _measured_cut(self) -> list[int] | None:
+        """Where layers are cut by time: rank 0 measures and tells the others, for no two would measure the same."""
+        if self.config.pipeline.layers_per_stage != "profile":
+            return None
+        found = torch.zeros(self.config.num_stages, dtype=torch.int64, device=self.mesh.world.device)
+        if self.mesh.world.rank == 0:
+            data = await self._data()
+            size = self.config.batch_size // self.mesh.dp.size // self.config.pipeline.microbatches
+            sample = data.batch(self._sampler(data).indices(0)[:size])
+            found += torch.tensor(await self.mesh.compute(measure_cut, self.config, sample.inputs))
+        return (await self.mesh.world.broadcast(found, root=0, timeout=self.config.comm.startup_timeout)).tolist()
+
+    async def _data(self) -> Dataset:
+        """Made when it is first asked for: who brings batches needs none."""
+        if self._dataset is None:
+            self._dataset = await asyncio.to_thread(make_dataset, self.config)
+        return self._dataset
+
+    def _sampler(self, data: Dataset) -> Sampler:
+        dp, config = self.mesh.dp, self.config
+        return Sampler(len(data), config.batch_size, dp.size, dp.rank, config.train.seed, config.data.shuffle)
+
+    # What users ask for.
+
+    @property
+    def shards(self) -> Shards:
+        """How each module is cut, over stages and tensor-parallel ranks."""
+        return self._part.blueprint.shards
+
+    @property
+    def step(self) -> int:
+        """The number of the next step; the first one is 0."""
+        return len(self._steps)
+
+    @property
+    def learning_rate(self) -> float:
+        """The next step's. Set it on all ranks to override what the configuration says; None takes that back."""
+        if self._own_rate is not None:
+            return self._own_rate
+        return learning_rate(self.config.optimizer, self.step, self.config.train.steps)
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float | None) -> None:
+        if rate is not None and not 0 <= rate < 1e6:
+            raise InvalidCall(f"learning_rate = {rate!r}: give a number that is not negative, or None.")
+        self._own_rate = rate
+
+    def performance(self) -> Performance:
+        """What the steps so far took, and what for."""
+        return Performance(self._steps, self._part.num_parameters)
+
+    async def batches(self, first: int = 0) -> AsyncIterator[Batch]:
+        """This replica's part of each step's batch, from step `first` to the configuration's last; loaded ahead."""
+        data = await self._data()
+        stop, prefetch = self.config.train.steps, self.config.data.prefetch
+        async with Batches(
+            data, self._sampler(data), first=first, stop=stop, prefetch=prefetch, timeout=self.config.comm.timeout
+        ) as batches:
+            async for batch in batches:
+                self._waited = batches.last_waited
+                yield batch
+
+    async def train_step(self, batch: Batch | tuple[Any, Any]) -> TrainStep:
+        """Forward, backward and update, all microbatches of the batch. The loss is the whole mesh's on every rank."""
+        if self._begun is not None:
+            raise InvalidCall("train_step: a forward_pass waits for its backward_pass.")
+        start = time.perf_counter()
+        under_way = await self._start(self._executor, batch)
+        tensor_waits = self._tensor_waits()
+        await under_way.begun.finish()
+        reduced = time.perf_counter()
+        loss = await self._settle_loss(under_way)
+        rate = self.learning_rate
+        norm = await self._optimizer.step(rate, under_way.gradient_scale)
+        end = time.perf_counter()
+        reduced_bytes, reduced_seconds = self._sync.reduced
+        step = TrainStep(
+            step=self.step,
+            loss=loss,
+            grad_norm=norm,
+            learning_rate=rate,
+            tokens=under_way.num_targets,
+            seconds=end - start,
+            data_seconds=self._waited,
+            reduce_seconds=reduced - under_way.begun.timed[-1].end,
+            optimizer_seconds=end - reduced,
+            tensor_seconds=self._tensor_waits() - tensor_waits,
+            actions=tuple(under_way.begun.timed),
+            reduced_bytes=reduced_bytes,
+            reduced_seconds=reduced_seconds,
+        )
+        self._waited = 0.0
+        self._steps.append(step)
+        return step
+
+    async def eval_step(self, batch: Batch | tuple[Any, Any]) -> float:
+        """The loss of a batch, without gradients and without dropout."""
+        modules = [stage.module for stage in self._part.stages.values()]
+        for module in modules:
+            module.eval()
+        try:
+            under_way = await self._start(self._evaluator, batch)
+            await under_way.begun.finish()
+            return await self._settle_loss(under_way)
+        finally:
+            for module in modules:
+                module.train()
+
+    async def forward_pass(self, batch: Batch | tuple[Any, Any]) -> float:
+        """All forwards of a step; gives its loss. `backward_pass` and `optimizer_step` are to follow."""
+        if self._begun is not None:
+            raise InvalidCall("forward_pass: the last one's backward_pass has not been called.")
+        under_way = await self._start(self._executor_apart, batch)
+        await under_way.begun.forward()
+        loss = await self._settle_loss(under_way)
+        self._begun = under_way
+        return loss
+
+    async def backward_pass(self) -> None:
+        """All backwards of the step that `forward_pass` began; its gradients are reduced then."""
+        if self._begun is None:
+            raise InvalidCall("backward_pass: call forward_pass before it.")
+        under_way, self._begun = self._begun, None
+        await under_way.begun.finish()
+        self._scale = under_way.gradient_scale
+
+    async def optimizer_step(self) -> float:
+        """Update the weights by the gradients of `backward_pass`; gives the gradients' norm."""
+        scale, self._scale = self._scale, None
+        if scale is None:
+            raise InvalidCall("optimizer_step: call forward_pass and backward_pass before it.")
+        return await self._optimizer.step(self.learning_rate, scale)
+
+    async def whole_weights(self) -> dict[str, torch.Tensor] | None:
+        """Every parameter of the model by its path, put together from its parts; on the rank at dp=0 tp=0 pp=0, None
+        elsewhere. All ranks have to call it."""
+        return await gather_weights(self._part, self.mesh)
+
+    # A pass over a batch.
+
+    async def _start(self, executor: Executor, batch: Batch | tuple[Any, Any]) -> _Pass:
+        inputs, targets = self._checked(batch)
+        known = self._loss.count(targets)
+        total = torch.tensor([0.0 if known is None else known, targets.numel()], dtype=torch.float64)
+        if self.mesh.dp.size > 1:
+            await self.mesh.dp.all_reduce(total)
+        count, num_targets = total.tolist()
+        weight = 1.0 if known is None else 1.0 / max(count, 1.0)
+        num = executor.table.microbatches
+        parts = _cut(inputs, num), _cut(targets, num)
+        return _Pass(executor.begin(*parts, [weight] * num), int(num_targets), counts_later=known is None)
+
+    async def _settle_loss(self, under_way: _Pass) -> float:
+        """The whole mesh's loss, from the ranks that have the last stage."""
+        mine = [under_way.begun.loss, self._loss.counted()] if self._part.tells_loss else [0.0, 0.0]
+        found = torch.tensor(mine, dtype=torch.float64, device=self.mesh.world.device)
+        loss, count = (await self.mesh.world.all_reduce(found)).tolist()
+        if not under_way.counts_later:
+            return float(loss)
+        under_way.gradient_scale = 1.0 / max(count, 1.0)
+        return float(loss * under_way.gradient_scale)
+
+    def _checked(self, batch: Batch | tuple[Any, Any]) -> tuple[Any, torch.Tensor]:
+        try:
+            inputs, targets = batch
+        except (TypeError, ValueError):
+            raise InvalidCall(f"a batch is (inputs, targets), not {type(batch).__name__}.") from None
+        tensors = inputs if isinstance(inputs, tuple | list) else (inputs,)
+        train, dp = self.config.train, self.mesh.dp.size
+        for name, tensor in (*(("inputs", each) for each in tensors), ("targets", targets)):
+            if not isinstance(tensor, torch.Tensor) or not tensor.dim():
+                found = type(tensor).__name__ if not isinstance(tensor, torch.Tensor) else "a single number"
+                raise InvalidCall(f"the batch's {name}: a tensor with a row a sample is needed, not {found}.")
+            if len(tensor) * dp != train.batch_size:
+                raise InvalidCall(
+                    f"the batch's {name} are {len(tensor)} samples of shape {tuple(tensor.shape[1:])}; a replica's "
+                    f"part is train.batch_size({train.batch_size}) / dp({dp}) = {(train.batch_size or 0) // dp}."
+                )
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                row = int((~tensor.flatten(1).isfinite()).any(1).nonzero()[0]) if tensor.dim() > 1 else 0
+                where = name_rank(self.mesh.rank, self.mesh.coords)
+                raise InvalidCall(f"the batch's {name} on {where} have NaN or infinity, first in sample {row}.")
+        device = self.mesh.world.device
+        moved = [each.to(device) for each in tensors]
+        return (tuple(moved) if isinstance(inputs, tuple | list) else moved[0]), targets.to(device)
+
+    def _tensor_waits(self) -> float:
+        return 0.0 if self._part.partners is None else self._part.partners.exchange.waited
+
+
+def loss_of(config: RunConfig, part: RankPart) -> StepLoss:
+    """The configured one, for logits that may be cut over the tensor-parallel ranks."""
+    cut, partners = part.blueprint.shards.logits_cut(part.tp_rank), part.partners
+    if cut is None or partners is None:
+        return make_loss(config.model.loss)
+
+    def of_cut(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return vocab_cross_entropy(logits, targets, cut, partners)
+
+    return make_loss(config.model.loss, of_cut, lambda logits: gather_logits(logits, cut, partners))
+
+
+def sync_of(config: RunConfig, part: RankPart, rank_mesh: Mesh) -> GradientSync:
+    """For this rank's stages, in the order in which their gradients are there."""
+    late = LateGradients(part, rank_mesh)
+    column = part.blueprint.table.with_communication().columns[rank_mesh.pp.rank]
+    return GradientSync(
+        rank_mesh,
+        {index: list(stage.module.parameters()) for index, stage in part.stages.items()},
+        [action.stage for action in column if action.kind is Kind.REDUCE_GRAD],
+        bucket_bytes=config.comm.bucket_size,
+        shard=config.optimizer.shard,
+        late=late.parameters,
+        settle_late=late.settle,
+    )
+
+
+class _Pass:
+    """A batch on its way."""
+
+    def __init__(self, begun: Begun, num_targets: int, *, counts_later: bool) -> None:
+        self.begun, self.num_targets, self.counts_later = begun, num_targets, counts_later
+        self.gradient_scale = 1.0
+        """What gradients are still to be multiplied with: only the loss function knew how much it counts."""
+
+
+def _cut(values: Any, num_microbatches: int) -> list[Any]:
+    if isinstance(values, tuple):
+        return list(zip(*(_cut(each, num_microbatches) for each in values), strict=True))
+    return list(values.split(len(values) // num_microbatches))
+
+
+def _dropout_seed(config: RunConfig, rank_mesh: Mesh) -> int:
+    """Different for replicas and stages. Tensor-parallel ranks drop the same of what each of them has whole, so theirs
+    is one; where the sequence is cut, each has another part."""
+    dp, tp, pp = rank_mesh.coords
+    return seed_of(config.train.seed, f"dropout {dp} {pp} {tp if config.parallel.sequence_parallel else 0}")

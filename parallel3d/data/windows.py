@@ -1,0 +1,84 @@
+"""Samples cut from one long row of tokens, each with the tokens that follow as its target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from parallel3d.data.batch import Batch
+from runtime.errors import DataError
+
+
+class Tokens(Protocol):
+    """A long row of token numbers that is not all in memory."""
+
+    dtype: np.dtype[Any]
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, stop: int) -> NDArray[Any]:
+        """That part of the row."""
+
+
+class Limit(NamedTuple):
+    """How many tokens there are, and the key that says so."""
+
+    key: str
+    size: int
+
+
+class Windows:
+    """Sample i is the tokens from i * sequence on, and its target the same one further; samples don't overlap."""
+
+    def __init__(self, tokens: Tokens, sequence: int, vocabulary: Limit | None = None) -> None:
+        self._tokens, self._sequence, self._vocabulary = tokens, sequence, vocabulary
+        limits = np.iinfo(tokens.dtype)
+        self._is_checked = limits.min < 0 or (vocabulary is not None and limits.max >= vocabulary.size)
+
+    def __len__(self) -> int:
+        return max(0, len(self._tokens) - 1) // self._sequence
+
+    def __str__(self) -> str:
+        return f"{len(self)} samples of {self._sequence} tokens"
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        inputs, targets = self.batch([index])
+        assert isinstance(inputs, torch.Tensor)
+        return inputs[0], targets[0]
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """These samples as one batch."""
+        length = self._sequence
+        # numpy throughout: torch would start threads of its own in the thread that loads.
+        rows = np.empty((len(indices), length + 1), np.int64)
+        for row, index in zip(rows, indices, strict=True):
+            row[:] = self._tokens.read(index * length, (index + 1) * length + 1)
+        if self._is_checked:
+            self._check(rows, indices)
+        inputs, targets = np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
+        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets))
+
+    def _check(self, rows: NDArray[np.int64], indices: Sequence[int]) -> None:
+        """An embedding would fail far from here, and not say where the token came from."""
+        lowest, highest = int(rows.min()), int(rows.max())
+        if self._vocabulary is not None and highest >= self._vocabulary.size:
+            key, size = self._vocabulary
+            raise DataError(
+                f"{key} = {size}: {self._found(highest, rows, indices)}, and the tokens end at {size - 1}.\n"
+                f"Set {key} to {highest + 1} or more, or give data that fits."
+            )
+        if lowest < 0:
+            raise DataError(
+                f"data.path: {self._found(lowest, rows, indices)}, and tokens begin at 0.\n"
+                "Set data.token_type to that of the file."
+            )
+
+    def _found(self, token: int, rows: NDArray[np.int64], indices: Sequence[int]) -> str:
+        row, column = np.argwhere(rows == token)[0].tolist()
+        return f"sample {indices[row]} has the token {token} at {indices[row] * self._sequence + column} of the data"

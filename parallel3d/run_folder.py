@@ -1,0 +1,158 @@
+"""The folder that a run writes: made before ranks start, appended to while they run, completed when they have ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from monitoring.trace import Span, chrome_trace, to_bytes
+from parallel3d.cli.json_lines import dump
+from parallel3d.config.errors import ConfigProblems, Place, Problem, show
+from parallel3d.config.models import RunConfig
+from parallel3d.run_record import RunRecord
+from parallel3d.run_report import to_page
+from runtime.threads import DaemonThreads
+
+RUNS = "runs"
+_LETTERS = "abcdefghijkmnpqrstuvwxyz"  # without those that look like digits
+_random = random.SystemRandom()  # a seed that the user's program has set must not give the same id twice
+
+
+def new_run_id() -> str:
+    """The time in UTC, so that folders sort, and some letters, so that two runs of one second differ."""
+    letters = "".join(_random.choices(_LETTERS, k=4))
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{letters}"
+
+
+def check_run_dir(config: RunConfig, place: str) -> None:
+    """Refuse a folder that has something in it, or that can't be one. `place` is where the user named it."""
+    if config.runtime.run_dir is None:
+        return
+    path = Path(config.runtime.run_dir)
+    try:
+        found = sorted(os.listdir(path))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        _refuse(config, place, f"it can't be a run's folder: {error.strerror}.", "Give another one.")
+    if found:
+        remedy = "Give a new or empty folder, or leave it out for runs/<run_id>."
+        _refuse(config, place, f"not empty, and a run does not write over another (there is {found[0]}).", remedy)
+
+
+def _refuse(config: RunConfig, place: str, message: str, remedy: str) -> NoReturn:
+    problem = Problem(Place(place), "runtime.run_dir", show(config.runtime.run_dir), message, remedy)
+    raise ConfigProblems([problem]) from None
+
+
+class RunFolder:
+    """Writes in a thread of its own, in order, so that no event loop waits for a disk."""
+
+    def __init__(self, path: Path, run_id: str) -> None:
+        self.path, self.run_id = path, run_id
+        self._thread = DaemonThreads("parallel3d-run-folder", limit=1)
+        self._error: OSError | None = None
+        self._events: int | None = None
+
+    @staticmethod
+    def create(config: RunConfig, run_id: str, place: str = "runtime.run_dir") -> RunFolder:
+        """Make it, with what is known from the start. Raises ConfigError where it can't be made."""
+        path = Path(config.runtime.run_dir or Path(RUNS, run_id))
+        folder = RunFolder(path, run_id)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            folder._write("config.yaml", config.to_yaml())
+            folder._write("endpoints.json", as_json({"run_id": run_id, "pid": os.getpid()}))
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            folder._events = os.open(path / "events.jsonl", flags, 0o666)
+        except OSError as error:
+            _refuse(config, place, f"{path} can't be written: {error.strerror}.", "Give another folder.")
+        return folder
+
+    @property
+    def config(self) -> Path:
+        """The configuration as resolved."""
+        return self.path / "config.yaml"
+
+    def _write(self, name: str, content: str | bytes) -> None:
+        """Whole or not at all: who reads meanwhile never finds half a file."""
+        temporary = self.path / f".{name}.new"
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        temporary.replace(self.path / name)
+
+    # While it runs.
+
+    def event(self, kind: str, **fields: object) -> None:
+        """Append a line to `events.jsonl`; never waits."""
+        line = json.dumps({"time": round(time.time(), 6), "kind": kind, **fields}, default=repr) + "\n"
+        self._thread.submit(self._append, line.encode())
+
+    def _append(self, line: bytes) -> None:
+        try:
+            if self._events is not None:
+                os.write(self._events, line)
+        except OSError as error:  # the disk is full: ranks shall not end for that, but who waits for the end is told
+            self._error = self._error or error
+
+    # When it has ended.
+
+    async def complete(self, record: RunRecord, spans: Mapping[int, list[Span]] | None = None) -> None:
+        """Write what a run leaves. `spans`: of each rank; None: what ranks have left in this folder."""
+        ending = self._thread.submit(self._complete, record, spans)
+        self._thread.stop()
+        await asyncio.shield(asyncio.wrap_future(ending))
+        if self._error is not None:
+            raise self._error
+
+    def _complete(self, record: RunRecord, spans: Mapping[int, list[Span]] | None) -> None:
+        if self._events is not None:
+            os.close(self._events)
+            self._events = None
+        if spans is None:
+            spans = take_span_files(self.path, record.config.world_size)
+        names = {rank: record.name(rank) for rank in spans}
+        self._write("metrics.json", as_json(self.metrics(record)))
+        self._write("trace.json.gz", to_bytes(chrome_trace(spans, names)))
+        self._write("report.html", to_page(record, self.run_id))
+
+    def metrics(self, record: RunRecord) -> dict[str, Any]:
+        """The content of `metrics.json`."""
+        return {"run_id": self.run_id, "run_dir": str(self.path), **record.metrics()}
+
+
+def write_span_file(folder: Path, rank: int, spans: Iterable[Span]) -> None:
+    """A rank's last steps, for whoever completes the folder; a trace is not worth an error."""
+    with suppress(OSError):
+        text = json.dumps([span.to_wire() for span in spans], default=repr)
+        temporary = folder / f".spans-{rank}.new"
+        temporary.write_text(text)
+        temporary.replace(_span_file(folder, rank))
+
+
+def take_span_files(folder: Path, num_ranks: int) -> dict[int, list[Span]]:
+    """What ranks have left, which is gone then; a rank that was killed has left nothing, or half a file."""
+    found = {}
+    for rank in range(num_ranks):
+        with suppress(OSError, ValueError):
+            found[rank] = [Span.from_wire(row) for row in json.loads(_span_file(folder, rank).read_bytes())]
+        for path in (_span_file(folder, rank), folder / f".spans-{rank}.new"):
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+    return found
+
+
+def _span_file(folder: Path, rank: int) -> Path:
+    return folder / f".spans-{rank}.json"
+
+
+def as_json(document: Mapping[str, Any]) -> str:
+    """As files of the folder have it, and as `--json` prints it."""
+    return dump(document) + "\n"

@@ -1,0 +1,224 @@
+"""A rank's part of a run: makes the steps, tells what they were, and does what the run's owner wishes between them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+
+from monitoring.collectives import bus_factor
+from monitoring.time_parts import TimeParts
+from parallel3d.config import RunConfig, load_config
+from parallel3d.last_steps import LastSteps
+from parallel3d.rank_mesh import Mesh
+from parallel3d.run_folder import write_span_file
+from parallel3d.wishes import Wish, Wishes
+from runtime.control import RankControl, rank_control
+from runtime.errors import InvalidCall
+from runtime.loop import run
+
+if TYPE_CHECKING:
+    from parallel3d.coordinator import Coordinator
+    from parallel3d.data import Batch
+    from parallel3d.performance import TrainStep
+
+MakeCoordinator = Callable[[RunConfig], AbstractAsyncContextManager["Coordinator"]]
+_MEMORY_SECONDS = 5.0  # between looks: the kernel walks all pages for one
+_FLUSH_SECONDS = 5.0
+_MOST_UNSENT = 100_000  # messages
+
+
+class Owner(Protocol):
+    """Whoever the rank works for."""
+
+    @property
+    def wish(self) -> Wish:
+        """What is wished now; only rank 0's counts."""
+
+    def send(self, kind: str, **fields: object) -> None:
+        """Tell it something; never waits."""
+
+
+class SupervisorOwner:
+    """The process that started the ranks, at the other end of the control channel."""
+
+    def __init__(self, control: RankControl) -> None:
+        self.wish = Wish()
+        self._control = control
+        self._unsent: deque[tuple[str, dict[str, object]]] = deque(maxlen=_MOST_UNSENT)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(control.fd, self._hear)
+
+    def _hear(self) -> None:
+        for message in self._control.messages():
+            match message:
+                case {"kind": "wish", "number": int(number), "stops": bool(stops), "learning_rate": rate}:
+                    self.wish = Wish(number, stops, None if rate is None else float(rate))
+        if not self._control.is_open:
+            self._loop.remove_reader(self._control.fd)
+
+    def send(self, kind: str, **fields: object) -> None:
+        """What finds no room, because the supervisor is busy, is sent with the next."""
+        self._unsent.append((kind, fields))
+        self._push()
+
+    def _push(self) -> None:
+        while self._unsent and self._control.send(self._unsent[0][0], **self._unsent[0][1]):
+            self._unsent.popleft()
+
+    async def close(self) -> None:
+        """Send what is left, within some seconds."""
+        self._loop.remove_reader(self._control.fd)
+        deadline = time.monotonic() + _FLUSH_SECONDS
+        while self._unsent and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+            self._push()
+
+
+async def train(coordinator: Coordinator, owner: Owner, last: LastSteps) -> None:
+    """All steps, or as many as the owner wishes."""
+    mesh, steps = coordinator.mesh, _Steps(coordinator, owner, last)
+    wishes = Wishes(mesh)
+    owner.send("ready", device=_device_name(mesh), parameters=coordinator.performance().parameters, pid=os.getpid())
+    # Left early, it shall stop loading now and not when the garbage collector comes by.
+    async with aclosing(cast("AsyncGenerator[Batch, None]", coordinator.batches())) as batches:
+        async for batch in batches:
+            wishes.tell(owner.wish)
+            step = await coordinator.train_step(batch)
+            wish = await wishes.agreed()
+            steps.made(step)
+            if wish.number != steps.wish.number:
+                steps.follow(wish, step.step + 1)
+            if wish.stops:
+                break
+    await steps.finish()
+
+
+class _Steps:
+    """Tells the owner of each step."""
+
+    def __init__(self, coordinator: Coordinator, owner: Owner, last: LastSteps) -> None:
+        self._coordinator, self._mesh, self._owner, self._last = coordinator, coordinator.mesh, owner, last
+        self._ended = time.perf_counter()
+        self._looked = float("-inf")
+        self._looking: asyncio.Task[None] | None = None
+        self.wish = Wish()
+
+    def made(self, step: TrainStep) -> None:
+        """A step has ended just now."""
+        began, self._ended = self._ended, time.perf_counter()
+        seconds = self._ended - began
+        self._last.add(step, began, self._ended)
+        parts = TimeParts.of(seconds, _known_parts(step))
+        fields: dict[str, object] = {"step": step.step, "bubble": step.bubble, "parts": list(parts.seconds)}
+        if self._mesh.rank == 0:
+            fields |= {
+                "loss": step.loss,
+                "grad_norm": step.grad_norm,
+                "learning_rate": step.learning_rate,
+                "tokens": step.tokens,
+                "seconds": seconds,
+                "bandwidth": self._bandwidth(step, began),
+            }
+        self._owner.send("step", **fields)
+        if self._ended - self._looked > _MEMORY_SECONDS:
+            self._looked = self._ended
+            self._looking = asyncio.create_task(self._note_memory())
+
+    def follow(self, wish: Wish, first: int) -> None:
+        """Do what all ranks have agreed on, from step `first` on."""
+        if wish.learning_rate != self.wish.learning_rate:
+            self._coordinator.learning_rate = wish.learning_rate
+        self.wish = wish
+        if self._mesh.rank == 0:
+            self._owner.send("agreed", number=wish.number, step=first, learning_rate=wish.learning_rate)
+
+    async def _note_memory(self) -> None:
+        """In a thread, while the next step is under way: it takes some milliseconds."""
+        found = await asyncio.to_thread(used_memory, self._mesh.world.device)
+        if found is not None:
+            self._owner.send("memory", bytes=found)
+
+    async def finish(self) -> None:
+        """After the last step."""
+        if self._looking is not None:
+            await self._looking
+        await self._note_memory()
+
+    def _bandwidth(self, step: TrainStep, began: float) -> float | None:
+        """Of the gradients' all-reduce, or of others where it had none: 10^9 bytes a second over each rank's link."""
+        if step.reduced_bytes and step.reduced_seconds > 0:
+            # With ZeRO-1 it is the first half of an all-reduce; the other half moves weights.
+            kind = "reduce_scatter" if self._coordinator.config.optimizer.shard else "all_reduce"
+            return bus_factor(kind, self._mesh.dp.size) * step.reduced_bytes / step.reduced_seconds / 1e9
+        calls = [call for call in self._mesh.collectives.since(began) if call.kind == "all_reduce"]
+        moved = sum(call.num_bytes * bus_factor(call.kind, call.num_ranks) for call in calls)
+        seconds = sum(call.seconds for call in calls if call.num_ranks > 1)
+        return moved / seconds / 1e9 if moved and seconds > 0 else None
+
+
+def _known_parts(step: TrainStep) -> dict[str, float]:
+    return {
+        "compute": step.compute_seconds,
+        "tensor": step.tensor_seconds,
+        "pipeline": step.pipeline_seconds + step.transfer_seconds,
+        "reduction": step.reduce_seconds,
+        "optimizer": step.optimizer_seconds,
+        "data": step.data_seconds,
+    }
+
+
+def used_memory(device: torch.device) -> int | None:
+    """Bytes of this process, what ranks share divided between them; on a GPU the most that was allocated there."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    with suppress(OSError):
+        for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _device_name(mesh: Mesh) -> str:
+    device = mesh.world.device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+async def train_for_supervisor(folder: Path, make: MakeCoordinator) -> None:
+    """One rank of a run that another process supervises and writes the folder of."""
+    control = rank_control()
+    if control is None:
+        raise InvalidCall("a rank of a run is started by `parallel3d run`.")
+    config = load_config(folder / "config.yaml", environ={})  # the environment has had its say already
+    owner = SupervisorOwner(control)
+    try:
+        async with make(config) as coordinator:
+            last = LastSteps(coordinator.mesh)
+            try:
+                await train(coordinator, owner, last)
+            finally:
+                write_span_file(folder, coordinator.mesh.rank, last.spans())
+    finally:
+        await owner.close()
+
+
+def main(make: MakeCoordinator | None = None) -> None:
+    """A rank that `parallel3d run` has started. The argument is the run's folder."""
+    if make is None:
+        from parallel3d.coordinator import Coordinator
+
+        make = Coordinator.from_config
+    maker, folder = make, Path(sys.argv[1])
+    run(lambda: train_for_supervisor(folder, maker))
+
+
+if __name__ == "__main__":
+    main()

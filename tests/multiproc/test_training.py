@@ -1,0 +1,18 @@
+"""A mesh of real ranks trains as one process does: the same losses, the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.processes import Launched
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+RANK = str(Path(__file__).with_name("training_rank.py"))
+
+
+@pytest.mark.parametrize(("size", "precision"), [*((size, "float64") for size in range(1, 9)), (8, "float32")])
+def test_every_mesh_gives_what_one_process_does(size, precision):
+    with Launched("-n", str(size), RANK, preload=None, PRECISION=precision) as launched:
+        assert (launched.finish(seconds=280), launched.stdout.text, launched.stderr.text) == (0, "", "")

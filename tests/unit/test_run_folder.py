@@ -1,0 +1,169 @@
+"""The run's folder: what is in it, when it is refused, and that it is written whatever happens."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from monitoring.trace import ACTIONS, Span
+from parallel3d.config import load_config
+from parallel3d.run_folder import RunFolder, check_run_dir, new_run_id, take_span_files, write_span_file
+from parallel3d.run_record import RunError, RunRecord, Status
+from parallel3d.run_report import nice_ticks, to_page
+from runtime.errors import ConfigError, Coords
+from tests.unit.test_run_record import step_message
+
+
+def config_of(run_dir: Path | None = None, **overrides):
+    given = {} if run_dir is None else {"runtime.run_dir": str(run_dir)}
+    return load_config(None, overrides={"train.steps": 9, **given, **overrides}, environ={})
+
+
+def test_run_ids_sort_by_time_and_differ():
+    ids = {new_run_id() for _ in range(50)}
+    assert len(ids) > 45
+    assert all(re.fullmatch(r"\d{8}-\d{6}-[a-z]{4}", each) for each in ids)
+
+
+async def test_what_a_run_leaves(here):
+    config = config_of()
+    folder = RunFolder.create(config, "20250102-030405-abcd")
+    assert folder.path == Path("runs/20250102-030405-abcd")
+    assert load_config(folder.config, environ={}) == config
+    folder.event("started", world_size=1)
+    folder.event("odd", value=Path("x"))
+    record = RunRecord(config, status=Status.COMPLETED)
+    for step in range(3):
+        record.take(0, step_message(step))
+    write_span_file(folder.path, 0, [Span(ACTIONS, "0F0", "F", 1.0, 2.0)])
+    await folder.complete(record)
+    assert sorted(os.listdir(folder.path)) == [
+        "config.yaml", "endpoints.json", "events.jsonl", "metrics.json", "report.html", "trace.json.gz",
+    ]  # fmt: skip
+    lines = [json.loads(line) for line in (folder.path / "events.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["started", "odd"]
+    assert all(isinstance(line["time"], float) for line in lines)
+    metrics = json.loads((folder.path / "metrics.json").read_text())
+    assert (metrics["run_id"], metrics["losses"]) == ("20250102-030405-abcd", [1.0] * 3)
+    assert json.loads((folder.path / "endpoints.json").read_text())["pid"] == os.getpid()
+    trace = json.loads(gzip.decompress((folder.path / "trace.json.gz").read_bytes()))
+    assert "0F0" in {event["name"] for event in trace["traceEvents"]}
+
+
+async def test_spans_that_were_gathered_otherwise(here):
+    folder = RunFolder.create(config_of(), "id")
+    await folder.complete(RunRecord(config_of()), {3: [Span(ACTIONS, "3F0", "F", 1.0, 2.0)]})
+    trace = json.loads(gzip.decompress((folder.path / "trace.json.gz").read_bytes()))
+    assert {event["pid"] for event in trace["traceEvents"]} == {3}
+
+
+def test_half_a_span_file_is_no_trouble(here):
+    write_span_file(here, 0, [Span(ACTIONS, "0F0", "F", 1.0, 2.0)])
+    (here / ".spans-1.json").write_text('[[1, "a"')
+    (here / ".spans-2.new").write_text("[")
+    assert list(take_span_files(here, 4)) == [0]
+    assert os.listdir(here) == []
+
+
+def test_an_empty_folder_is_taken(here):
+    (here / "mine").mkdir()
+    check_run_dir(config_of(here / "mine"), "run.yaml")
+    check_run_dir(config_of(here / "new" / "one"), "run.yaml")
+    assert RunFolder.create(config_of(here / "new" / "one"), "id").path.is_dir()
+
+
+def test_a_folder_with_something_in_it_is_refused(here):
+    (here / "mine").mkdir()
+    (here / "mine" / "thesis.tex").touch()
+    with pytest.raises(ConfigError) as error:
+        check_run_dir(config_of(Path("mine")), "--run-dir")
+    assert str(error.value) == (
+        '--run-dir  runtime.run_dir = "mine": not empty, and a run does not write over another (there is thesis.tex).\n'
+        "           Give a new or empty folder, or leave it out for runs/<run_id>."
+    )
+
+
+def test_a_file_is_no_folder(here):
+    (here / "mine").touch()
+    with pytest.raises(ConfigError, match="can't be a run's folder: Not a directory"):
+        check_run_dir(config_of(Path("mine")), "run.yaml")
+    with pytest.raises(ConfigError, match="can't be written: Not a directory"):
+        RunFolder.create(config_of(Path("mine/inside")), "id")
+
+
+async def test_a_full_disk_is_told_at_the_end(here):
+    folder = RunFolder.create(config_of(), "id")
+    os.close(folder._events)
+    folder._events = os.open("/dev/full", os.O_WRONLY)
+    folder.event("started")
+    with pytest.raises(OSError, match="No space left"):
+        await folder.complete(RunRecord(config_of()))
+    assert (folder.path / "metrics.json").exists()
+
+
+# The page.
+
+
+def page_of(record: RunRecord, run_id: str = "id") -> ElementTree.Element:
+    text = to_page(record, run_id)
+    assert "http" not in text.replace("http://www.w3.org/", "")
+    return ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
+
+
+def text_of(element: ElementTree.Element) -> str:
+    return " ".join(" ".join(element.itertext()).split())
+
+
+def test_the_page_shows_the_run():
+    record = RunRecord(config_of(**{"parallel.dp": 2}), status=Status.COMPLETED)
+    for rank in (0, 1):
+        record.take(rank, {"kind": "mesh", "coords": [rank, 0, 0]})
+        for step in range(5):
+            record.take(rank, step_message(step, loss=5.0 - step))
+    page = page_of(record)
+    text = text_of(page)
+    assert "completed" in text
+    assert "5 of 9" in text
+    assert "rank 1 (dp=1 tp=0 pp=0)" in text
+    assert "compute: forward and backward" in text
+    assert "60.0 %" in text
+    assert "2 steps of warm-up are left out" in text
+    assert "batch_size: 2" in text
+    curves = page.findall(".//{http://www.w3.org/2000/svg}polyline")
+    assert [len(curve.get("points", "").split()) for curve in curves] == [5, 5]
+
+
+def test_what_users_wrote_is_escaped():
+    record = RunRecord(config_of(**{"data.path": "</pre><script>alert(1)</script>"}), status=Status.FAILED)
+    record.error = RunError("rank 0 failed: <img src=x>\x1b[31m", 0, Coords(0, 0, 0), 0, "Traceback <b>\x00")
+    text = to_page(record, "<id>")
+    assert "<script" not in text
+    assert "<img" not in text
+    page = page_of(record, "<id>")
+    assert "rank 0 failed: <img src=x>" in text_of(page)
+    assert "No step was made." in text_of(page)
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_ends():
+    record = RunRecord(config_of(), status=Status.COMPLETED)
+    for step in range(5000):
+        record.take(0, step_message(step, loss=float(step)))
+    record.take(0, step_message(5000, loss=float("nan")))
+    curve = page_of(record).find(".//{http://www.w3.org/2000/svg}polyline")
+    points = curve.get("points").split()
+    assert len(points) <= 1001
+    assert points[-1].startswith("628.0,")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [(0.0, 1.0, [0.0, 0.5, 1.0]), (1.2, 4.1, [2.0, 3.0, 4.0]), (3.0, 3.0, [3.0]), (0.0, 7.5, [0.0, 2.0, 4.0, 6.0])],
+)
+def test_ticks_are_round(low, high, ticks):
+    assert nice_ticks(low, high) == pytest.approx(ticks)

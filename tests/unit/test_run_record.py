@@ -1,0 +1,166 @@
+"""What is known of a run follows from its ranks' messages, whatever they send."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from monitoring.device_peaks import peak_flops
+from monitoring.time_parts import NO_TIME, PARTS, TimeParts, mean_of
+from parallel3d.config import load_config
+from parallel3d.run_record import ModelFacts, RankTotals, RunError, RunRecord, Status
+from runtime.errors import Coords
+
+
+def record_of(**overrides) -> RunRecord:
+    return RunRecord(load_config(None, overrides={"train.steps": 9, **overrides}, environ={}))
+
+
+def step_message(step: int, seconds: float = 0.5, *, loss: float = 1.0, compute: float = 0.3, **more) -> dict:
+    parts = TimeParts.of(seconds, {"compute": compute, "data": 0.1})
+    return {
+        "kind": "step",
+        "step": step,
+        "bubble": 0.25,
+        "parts": list(parts.seconds),
+        "loss": loss,
+        "grad_norm": 2.0,
+        "learning_rate": 3e-4,
+        "tokens": 100,
+        "seconds": seconds,
+        "bandwidth": 1.5,
+        **more,
+    }
+
+
+def test_parts_add_up_to_the_wall_time_and_none_is_below_zero():
+    parts = TimeParts.of(1.0, {"compute": 0.6, "pipeline": 0.1})
+    assert parts.to_json() == pytest.approx(dict.fromkeys(PARTS, 0.0) | {"compute": 0.6, "pipeline": 0.1, "other": 0.3})
+    assert parts.total == pytest.approx(1.0)
+    assert TimeParts.of(1.0, {"compute": 1.5}).to_json()["other"] == 0.0
+    assert sum(parts.shares().values()) == pytest.approx(1.0)
+    assert NO_TIME.shares() == dict.fromkeys(PARTS, 0.0)
+    assert mean_of([parts, NO_TIME]).total == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("wrong", [None, [], [1.0], ["x"] * len(PARTS), [1] * len(PARTS)])
+def test_parts_that_are_none(wrong):
+    with pytest.raises(ValueError, match="numbers"):
+        TimeParts.from_wire(wrong)
+
+
+@pytest.mark.parametrize(("num_steps", "warm_up", "rate"), [(1, 0, 100), (2, 1, 100), (3, 2, 200), (5, 2, 200)])
+def test_the_first_steps_do_not_count_for_speed(num_steps, warm_up, rate):
+    record = record_of()
+    for step in range(num_steps):
+        record.take(0, step_message(step, seconds=1.0 if step < 2 else 0.5))
+    assert (record.num_warm_up, record.tokens_per_second) == (warm_up, pytest.approx(rate))
+    assert record.parts(0).total == pytest.approx(sum(step.seconds for step in record.counted))
+
+
+def test_metrics_have_what_was_promised():
+    record = record_of(**{"parallel.dp": 2})
+    record.facts = ModelFacts(parameters=1234, flops_per_token=6.0 * 1234)
+    for rank in (0, 1):
+        record.take(rank, {"kind": "mesh", "coords": [rank, 0, 0]})
+        record.take(rank, {"kind": "ready", "device": "cpu", "parameters": 617, "pid": 1})
+        record.take(rank, {"kind": "memory", "bytes": 100})
+        record.take(rank, {"kind": "memory", "bytes": 50})
+    for step in range(3):
+        assert record.take(1, step_message(step)) is None, "rank 0 speaks for all"
+        told = record.take(0, step_message(step, loss=3.0 - step))
+        assert told is not None
+        assert (told.step, told.tokens_per_second) == (step, 200.0)
+    record.status = Status.COMPLETED
+    found = json.loads(json.dumps(record.metrics(), allow_nan=False))
+    assert found["status"] == "completed"
+    assert (found["world_size"], found["final_loss"], found["losses"]) == (2, 1.0, [3.0, 2.0, 1.0])
+    assert (found["step_seconds"], found["tokens_per_sec"]) == ([0.5] * 3, 200.0)
+    assert found["ddp_metrics"] == {"allreduce_bandwidth_gbps": [1.5] * 3}
+    assert (found["parameters"], found["warm_up_steps"], found["mfu"]) == (1234, 2, None)
+    assert [rank["memory_bytes"] for rank in found["ranks"]] == [100, 100]
+    assert found["ranks"][1]["coords"] == {"dp": 1, "tp": 0, "pp": 0}
+    assert found["ranks"][1]["seconds"] == pytest.approx(
+        dict.fromkeys(PARTS, 0.0) | {"compute": 0.3, "data": 0.1, "other": 0.1}
+    )
+    assert (record.memory(), record.mean_bubble(), record.name(1)) == (200, 0.25, "rank 1 (dp=1 tp=0 pp=0)")
+
+
+def test_a_run_without_a_step_has_metrics_too():
+    found = record_of().metrics()
+    assert (found["tokens_per_sec"], found["final_loss"], found["losses"], found["ranks"]) == (0.0, None, [], [])
+    assert found["ddp_metrics"] == {"allreduce_bandwidth_gbps": []}
+
+
+def test_json_has_no_nan():
+    record = record_of()
+    record.take(0, step_message(0, loss=math.nan))
+    assert json.loads(json.dumps(record.metrics(), allow_nan=False))["losses"] == [None]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {},
+        {"kind": "step"},
+        step_message(0, parts=[1.0]),
+        step_message(0, loss="low"),
+        step_message(0, tokens=True),
+        step_message(0, bandwidth="fast"),
+        {"kind": "mesh", "coords": [0, 0]},
+        {"kind": "mesh", "coords": ["a", 0, 0]},
+        {"kind": "mesh", "coords": 3},
+        {"kind": "ready", "device": 3, "parameters": 1},
+        {"kind": "memory", "bytes": "much"},
+    ],
+)
+def test_a_message_that_does_not_fit_changes_nothing(message):
+    record = record_of()
+    assert record.take(0, message) is None
+    assert (record.malformed, record.steps, record.bandwidths) == (1, [], [])
+
+
+def test_messages_of_others_are_none_of_ours():
+    record = record_of()
+    assert record.take(0, {"kind": "loop_lag"}) is None
+    assert record.malformed == 0
+
+
+def test_totals_survive_the_trip():
+    totals = RankTotals(Coords(1, 0, 1), 5, TimeParts.of(1.0, {}), TimeParts.of(2.0, {}), 0.1, 0.3, 7, "cpu", 9)
+    assert RankTotals.from_wire(json.loads(json.dumps(totals.to_wire()))) == totals
+
+
+def test_an_error_names_its_rank():
+    error = RunError("rank 3 failed", 3, Coords(0, 1, 1), 12, "Traceback")
+    assert error.name == "rank 3 (dp=0 tp=1 pp=1)"
+    assert error.to_json()["coords"] == {"dp": 0, "tp": 1, "pp": 1}
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312e12),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989e12),
+        ("NVIDIA H100 PCIe", "bfloat16", 756e12),
+        ("NVIDIA L4", "float32", 30.3e12),
+        ("NVIDIA L40S", "bfloat16", 362e12),
+        ("Tesla V100-SXM2-16GB", "bfloat16", None),
+        ("NVIDIA A100-SXM4-80GB", "float64", None),
+        ("NVIDIA A1000", "bfloat16", None),
+        ("cpu", "float32", None),
+    ],
+)
+def test_peaks_of_devices(device, precision, peak):
+    assert peak_flops(device, precision) == peak
+
+
+def test_mfu_is_known_when_every_ranks_device_is():
+    record = record_of(**{"parallel.dp": 2, "train.precision": "bfloat16"})
+    record.facts = ModelFacts(parameters=10**9, flops_per_token=6e9)
+    record.take(0, {"kind": "ready", "device": "NVIDIA A100-SXM4-80GB", "parameters": 1})
+    assert record.mfu(1e4) is None
+    record.take(1, {"kind": "ready", "device": "NVIDIA A100-SXM4-80GB", "parameters": 1})
+    assert record.mfu(1e4) == pytest.approx(6e13 / 624e12)

@@ -1,0 +1,227 @@
+"""A rank's part of a run, with ranks as tasks of one loop: what it tells, and that all ranks agree when to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import os
+import socket
+from typing import Any
+
+import pytest
+import torch
+
+import parallel3d
+from monitoring.time_parts import PARTS
+from parallel3d.config import load_config
+from parallel3d.last_steps import KEPT, LastSteps
+from parallel3d.run_folder import RunFolder
+from parallel3d.run_record import ModelFacts, RunRecord, Status
+from parallel3d.trainer import SupervisorOwner, train, used_memory
+from parallel3d.unsupervised import RankOwner, gather_json
+from parallel3d.wishes import Wish, Wishes
+from runtime.control import LauncherControl, RankControl
+from tests.stand_in import STAND_IN, StandIn
+
+
+def config_of(steps: int = 4, **overrides: Any):
+    return load_config(None, overrides={"parallel.dp": 2, "train.steps": steps, **overrides}, environ={})
+
+
+class Ear:
+    """An owner that keeps what it hears, and wishes something from a step on."""
+
+    def __init__(self, wishes: dict[int, Wish]) -> None:
+        self._wishes, self.wish, self.heard = wishes, Wish(), []
+
+    def send(self, kind: str, **fields: object) -> None:
+        self.heard.append({"kind": kind, **json.loads(json.dumps(fields))})
+        if kind == "step":
+            self.wish = self._wishes.get(fields["step"], self.wish)
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [message for message in self.heard if message["kind"] == kind]
+
+
+async def trained(steps: int, wishes: dict[int, Wish]) -> list[Ear]:
+    """Only rank 0's wishes count; the others wish to stop at once."""
+
+    async def main() -> Ear:
+        async with StandIn(config_of(steps)) as coordinator:
+            ear = Ear(wishes if coordinator.mesh.rank == 0 else {0: Wish(99, stops=True)})
+            await train(coordinator, ear, LastSteps(coordinator.mesh))
+            return ear
+
+    return await parallel3d.in_process(main, ranks=2)
+
+
+async def test_every_rank_tells_of_every_step():
+    first, second = await trained(4, {})
+    for ear in (first, second):
+        (ready,) = ear.of("ready")
+        assert (ready["device"], ready["parameters"], ready["pid"]) == ("cpu", 6, os.getpid())
+        assert [message["step"] for message in ear.of("step")] == [0, 1, 2, 3]
+        assert all(len(message["parts"]) == len(PARTS) for message in ear.of("step"))
+        assert ear.of("memory")[-1]["bytes"] > 1 << 20
+    assert [message["loss"] for message in first.of("step")] == [10.0, 9.0, 8.0, 7.0]
+    assert all(message["bandwidth"] > 0 for message in first.of("step"))
+    assert "loss" not in second.of("step")[0], "rank 0 speaks for all"
+    record = RunRecord(config_of())
+    for rank, ear in enumerate((first, second)):
+        for message in ear.heard:
+            record.take(rank, message)
+    assert (record.malformed, len(record.steps)) == (0, 4)
+
+
+async def test_all_ranks_stop_after_the_same_step():
+    first, second = await trained(50, {4: Wish(1, stops=True)})
+    assert [len(ear.of("step")) for ear in (first, second)] == [6, 6], "wished after step 4, agreed in step 5"
+    assert first.of("agreed") == [{"kind": "agreed", "number": 1, "step": 6, "learning_rate": None}]
+    assert second.of("agreed") == []
+
+
+async def test_a_learning_rate_counts_from_the_step_that_was_told():
+    wishes = {1: Wish(1, learning_rate=0.5), 4: Wish(2), 6: Wish(3, stops=True)}
+    first, _ = await trained(50, wishes)
+    assert [(told["step"], told["learning_rate"]) for told in first.of("agreed")] == [(3, 0.5), (6, None), (8, None)]
+    rates = [message["learning_rate"] for message in first.of("step")]
+    assert rates == [3e-4] * 3 + [0.5] * 3 + [3e-4] * 2
+
+
+async def test_wishes_of_one_rank_need_no_exchange():
+    async def main() -> list[Wish]:
+        async with parallel3d.mesh() as mesh:
+            wishes = Wishes(mesh)
+            found = []
+            for wish in (Wish(), Wish(1, learning_rate=0.1), Wish(2, True, 0.1)):
+                wishes.tell(wish)
+                found.append(await wishes.agreed())
+            return found
+
+    assert await parallel3d.in_process(main, ranks=1) == [[Wish(), Wish(1, learning_rate=0.1), Wish(2, True, 0.1)]]
+
+
+async def test_the_last_steps_are_kept():
+    async def main() -> list[str]:
+        async with StandIn(config_of(9)) as coordinator:
+            last = LastSteps(coordinator.mesh)
+            assert list(last.spans()) == []
+            await train(coordinator, Ear({}), last)
+            return [span.name for span in last.spans()]
+
+    names = (await parallel3d.in_process(main, ranks=2))[0]
+    assert [name for name in names if name.startswith("step")] == [f"step {step}" for step in range(9 - KEPT, 9)]
+    assert names.count("0F0") == names.count("0B0") == KEPT
+    assert {"all_reduce dp", "broadcast world"} <= set(names)
+
+
+def test_memory_is_what_the_kernel_says():
+    assert used_memory(torch.device("cpu")) > 1 << 20
+
+
+# The owner at the other end of the control channel.
+
+
+@pytest.fixture
+def pair():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        yield LauncherControl(ours), RankControl(theirs.fileno())
+
+
+async def a_turn_of_the_loop() -> None:
+    """What has arrived is read then."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+async def test_what_the_supervisor_wishes_is_heard(pair):
+    launcher, rank = pair
+    owner = SupervisorOwner(rank)
+    launcher.send("wish", number=1, stops=False, learning_rate=0.5)
+    launcher.send("wish", number="x")
+    launcher.send("wish", number=2, stops=True, learning_rate=None)
+    await a_turn_of_the_loop()
+    assert owner.wish == Wish(2, True, None)
+    await owner.close()
+
+
+async def test_a_supervisor_that_is_gone_is_no_trouble(pair):
+    launcher, rank = pair
+    owner = SupervisorOwner(rank)
+    launcher.connection.close()
+    await a_turn_of_the_loop()
+    assert not rank.is_open
+    assert owner.wish == Wish()
+    asyncio.get_running_loop().remove_reader(rank.fd)
+
+
+async def test_a_busy_supervisor_misses_no_step(pair):
+    launcher, rank = pair
+    owner = SupervisorOwner(rank)
+    for step in range(3000):
+        owner.send("step", step=step, text="x" * 300)
+    assert rank.dropped
+    closing = asyncio.create_task(owner.close())
+    heard: list[int] = []
+    while not closing.done():
+        heard += [message["step"] for message in launcher.messages()]
+        await asyncio.sleep(0)
+    heard += [message["step"] for message in launcher.messages(at_most=3000)]
+    assert heard == list(range(3000))
+
+
+# Ranks without a supervisor.
+
+
+async def test_json_of_every_rank_on_every_rank():
+    async def main() -> list[Any]:
+        async with parallel3d.mesh(dp=3) as mesh:
+            return await gather_json(mesh.world, {"rank": mesh.rank, "text": "ä" * mesh.rank})
+
+    expected = [{"rank": rank, "text": "ä" * rank} for rank in range(3)]
+    assert await parallel3d.in_process(main, ranks=3) == [expected] * 3
+
+
+async def work(folder: RunFolder) -> list[RankOwner]:
+    ranks = iter(range(2))
+
+    async def main() -> RankOwner:
+        rank = next(ranks)
+        shown = []
+        owner = RankOwner(
+            rank, config_of(), ModelFacts(5), folder if rank == 0 else None, lambda _, step: shown.append(step.step)
+        )
+        await owner.work(StandIn)
+        assert shown == ([0, 1, 2, 3] if rank == 0 else [])
+        return owner
+
+    return await parallel3d.in_process(main, ranks=2)
+
+
+async def test_rank_0_gathers_what_all_tell(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder.create(config_of(), "id")
+    first, _ = await work(folder)
+    assert first.record.status is Status.COMPLETED
+    metrics = json.loads((folder.path / "metrics.json").read_text())
+    assert (metrics["status"], metrics["losses"]) == ("completed", [10.0, 9.0, 8.0, 7.0])
+    assert [rank["coords"]["dp"] for rank in metrics["ranks"]] == [0, 1]
+    assert all(rank["memory_bytes"] and sum(rank["seconds"].values()) for rank in metrics["ranks"])
+    trace = json.loads(gzip.decompress((folder.path / "trace.json.gz").read_bytes()))["traceEvents"]
+    assert {event["pid"] for event in trace} == {0, 1}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_failed_rank_without_a_supervisor(tmp_path, monkeypatch, rank):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(STAND_IN, f"raise {rank} 2")
+    folder = RunFolder.create(config_of(), "id")
+    with pytest.raises(Exception, match="the model has an opinion"):
+        await work(folder)
+    metrics = json.loads((folder.path / "metrics.json").read_text())
+    assert metrics["steps"] == 2
+    # A task's error cancels the others of one loop; ranks that are processes hear of it as PeerLost.
+    assert metrics["status"] == ("failed" if rank == 0 else metrics["status"])
+    assert (folder.path / "report.html").exists()

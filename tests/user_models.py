@@ -1,0 +1,66 @@
+"""Models as users write them, and what goes wrong with some."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class Block(nn.Module):
+    """An MLP with a gate, cut by the user's own plan."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.gate = nn.Linear(width, 3 * width), nn.Linear(width, 3 * width, bias=False)
+        self.down = nn.Linear(3 * width, width)
+
+    def forward(self, values):
+        found = self.norm(values)
+        return values + self.down(torch.sigmoid(self.gate(found)) * self.up(found))
+
+
+class Tagger(nn.Module):
+    """Tokens in, a class a token out."""
+
+    tensor_plan: ClassVar = {"blocks.*.up": "column", "blocks.*.gate": "column", "blocks.*.down": "row"}
+
+    def __init__(self, vocabulary: int, width: int, blocks: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+        self.classes = nn.Linear(width, vocabulary)
+
+
+def regression(width: int = 4) -> nn.Sequential:
+    """Numbers in, numbers out."""
+    return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def counted_loss(output, target):
+    """Only where the target is positive: (sum, count)."""
+    kept = target > 0
+    return (output - target)[kept].square().sum(), kept.sum()
+
+
+def absolute_loss(output, target):
+    return functional.l1_loss(output, target)
+
+
+class Numbers:
+    """A dataset."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(4, generator=generator), torch.randn(2, generator=generator)
+
+
+def raises() -> nn.Module:
+    raise RuntimeError("no model today")
