@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from parallel3d.config.errors import ConfigProblems, nearest
+from parallel3d.config.errors import ConfigProblems, Place, Problem, nearest
 from parallel3d.factories import refusal
 from parallel3d.models.layered import LayeredModel
 
@@ -80,7 +80,7 @@ class TensorPlan:
 
     def _nearest(self, pattern: str) -> str:
         paths = [path for path in self.modules if path]
-        similar = nearest(pattern, paths) or nearest(pattern.replace("*", "0"), paths)
+        similar = nearest(pattern.replace("*", "0"), paths)
         if similar is not None:
             return f"The nearest is {similar}."
         linears = [path for path in paths if is_linear(self.modules[path]) or is_embedding(self.modules[path])]
@@ -88,6 +88,9 @@ class TensorPlan:
 
     def _refused(self, pattern: str, strategy: str, message: str, remedy: str) -> ConfigProblems:
         return refusal(f'{self._key}["{pattern}"]', strategy, message, remedy)
+
+    def _refused_plan(self, message: str, remedy: str) -> ConfigProblems:
+        return ConfigProblems([Problem(Place("configuration"), self._key, None, message, remedy)])
 
     # What may be cut.
 
@@ -145,7 +148,8 @@ class TensorPlan:
             strategies = {path.rpartition(".")[0]: self.strategy(path.rpartition(".")[0]) for path in paths}
             if len({cut_dim(strategy, paths[0].rpartition(".")[2]) for strategy in strategies.values()}) > 1:
                 words = " and ".join(f"{path} ({strategy})" for path, strategy in strategies.items())
-                raise refusal(self._key, None, f"{words} have one parameter, but are cut in different ways.", "")
+                message = f"{words} have one parameter, but are cut in different ways."
+                raise self._refused_plan(message, "Give all of them vocab, or have all replicated.")
 
     # How columns and rows follow each other.
 
@@ -168,10 +172,10 @@ class TensorPlan:
                 message = (
                     f"{_name(row[own[-1]])} has a column, but no row follows: it would give a part of its outputs."
                 )
-                raise refusal(self._key, None, message, "Add a row, or vocab for the last Linear of a model.")
+                raise self._refused_plan(message, "Add a row, or vocab for the last Linear of a model.")
             if ending and (not own or own[0] > ending[0]):
                 message = f"{_name(row[ending[0]])} has a row, but there is no column before it."
-                raise refusal(self._key, None, message, "Add a column, or have it replicated.")
+                raise self._refused_plan(message, "Add a column, or have it replicated.")
             first = end
 
     def _find_sequence(self) -> tuple[str, str]:

@@ -82,7 +82,7 @@ class _CrossEntropy(torch.autograd.Function):
         highest.clamp_(min=torch.finfo(highest.dtype).min)  # of a slice that is masked out, all minus infinity
         powers = torch.sub(logits, highest.unsqueeze(-1)).exp_()
         torch.sum(powers, -1, out=total)
-        torch.mul(logits.gather(-1, local).squeeze(-1), is_here, out=own)
+        own.copy_(logits.gather(-1, local).squeeze(-1)).masked_fill_(~is_here, 0)  # not times 0: it may be infinite
         exchange.post(Outcome.JOINED)
         highest_of, total_of, own_of = exchange.result().unbind(1)
         highest = highest_of.amax(0)
@@ -141,7 +141,7 @@ class _Embedding(torch.autograd.Function):
         room = partners.room((*tokens.shape, weight.shape[1]), weight.dtype)
         rows = room.view(-1, weight.shape[1])
         torch.index_select(weight, 0, local, out=rows)
-        rows.mul_(is_here.unsqueeze(-1))
+        rows.masked_fill_(~is_here.unsqueeze(-1), 0)
         partners.post_sum(cuts_sequence=False)
         return partners.exchange.result()
 

@@ -153,6 +153,7 @@ class SharedTensorExchange:
         self._room: _Room | None = None
         self._plan: _Plan | None = None
         self._asked = Outcome.TOTAL, 0
+        self._has_failed = False
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         assert self._plan is None, "the result of the last exchange was not taken"
@@ -207,6 +208,13 @@ class SharedTensorExchange:
             return tensor.narrow(dim, *slice_of(tensor.shape, dim, self.rank, self.size))
 
     def result(self) -> torch.Tensor:
+        try:
+            return self._result()
+        except BaseException:
+            self._has_failed = True
+            raise
+
+    def _result(self) -> torch.Tensor:
         plan, number = self._plan, self._number
         assert plan is not None, "nothing was posted"
         where, seen = 1 + number % NUM_ROOMS, plan.seen
@@ -282,7 +290,9 @@ class SharedTensorExchange:
         return self._trouble() or GroupClosed(f"group {self._group_name} was given up")
 
     def is_read_by(self, rank: int) -> bool:
-        """Whether this peer has no need of this rank's memory any more."""
+        """Whether this peer has no need of this rank's memory any more. Where an exchange failed, it fails for all."""
+        if self._has_failed:
+            return True
         line = next(peer.line for peer in self._peers if peer.rank == rank)
         return line[1 + NUM_ROOMS] >= self._number
 

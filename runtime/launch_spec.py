@@ -53,7 +53,7 @@ class LaunchSpec:
         name = self.target.name
         if self.target.is_module:
             top = name.partition(".")[0]
-            if importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
+            if not _is_importable(top):
                 raise LaunchError(f"no module named {top!r} here or on the import path")
         elif os.path.isdir(name):
             raise LaunchError(f"{name} is a directory; name the script in it")
@@ -61,6 +61,13 @@ class LaunchSpec:
             raise LaunchError(f"there is no script {name} (seen from {os.getcwd()})")
         elif not os.access(name, os.R_OK):
             raise LaunchError(f"{name} can't be read: permission denied")
+
+
+def _is_importable(top: str) -> bool:
+    """As `python -m` finds it: from the current folder too, and by finders of packages installed for editing."""
+    if importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None:
+        return True
+    return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,21 @@
+"""Exchanges of tensors between real ranks, and the models that are cut over them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.processes import Launched
+
+pytestmark = pytest.mark.slow
+RANK = str(Path(__file__).with_name("tensor_rank.py"))
+GLOO = {"BACKEND": "gloo", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@pytest.mark.parametrize(
+    ("size", "variables"), [(2, {}), (4, {}), (2, GLOO), (3, GLOO)], ids=["2", "4", "gloo", "gloo 3"]
+)
+def test_ranks_give_what_one_process_does(size, variables):
+    with Launched("-n", str(size), RANK, preload=None, **variables) as launched:
+        assert (launched.finish(seconds=120), launched.stdout.text, launched.stderr.text) == (0, "", "")
