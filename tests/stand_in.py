@@ -72,6 +72,7 @@ class StandIn:
         await self.mesh.world.all_reduce(loss)
         end = time.perf_counter()
         rate = self.config.optimizer.lr if self.learning_rate is None else self.learning_rate
+        middle = (start + end) / 2
         return TrainStep(
             step=batch,
             loss=float(loss),
@@ -83,7 +84,7 @@ class StandIn:
             reduce_seconds=0.0,
             optimizer_seconds=0.0,
             tensor_seconds=0.0,
-            actions=(Timed(Action(0, Kind.F, 0), start, (start + end) / 2), Timed(Action(0, Kind.B, 0), start, end)),
+            actions=(Timed(Action(0, Kind.F, 0), start, middle), Timed(Action(0, Kind.B, 0), middle, end)),
         )
 
     async def _nothing(self) -> None:

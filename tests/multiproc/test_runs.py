@@ -74,8 +74,9 @@ async def test_a_run_from_its_first_step_to_its_summary(tmp_path):
     assert found["tokens_per_sec"] == pytest.approx(4 * 128 / sum(counted))
     assert [rank["coords"]["dp"] for rank in found["ranks"]] == [0, 1]
     assert all(rank["memory_bytes"] > 1 << 20 for rank in found["ranks"])
-    for rank in found["ranks"]:
-        assert sum(rank["seconds"].values()) == pytest.approx(sum(counted), rel=0.5)
+    totals = [sum(rank["seconds"].values()) for rank in found["ranks"]]
+    assert totals[0] == pytest.approx(sum(counted))
+    assert totals[1] > 0
     assert [each["kind"] for each in events(tmp_path)] == ["started", *["step"] * 6, "ended"]
     trace = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))["traceEvents"]
     assert {event["pid"] for event in trace} == {0, 1}

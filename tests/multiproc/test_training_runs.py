@@ -120,8 +120,9 @@ def test_a_mesh_learns_the_same_and_its_steps_are_traced(folder, mesh):
     bandwidths = found["ddp_metrics"]["allreduce_bandwidth_gbps"]
     assert len(bandwidths) == 12
     assert min(bandwidths) > 0
-    for rank in found["ranks"]:
-        assert sum(rank["seconds"].values()) == pytest.approx(sum(found["step_seconds"][2:]), rel=0.2)
+    totals = [sum(rank["seconds"].values()) for rank in found["ranks"]]
+    assert totals[0] == pytest.approx(sum(found["step_seconds"][2:]), rel=0.01)
+    assert min(totals) > 0
     events = json.loads(gzip.decompress((folder / "out" / "trace.json.gz").read_bytes()))["traceEvents"]
     assert {event["pid"] for event in events} == set(range(found["world_size"]))
     sent = sorted(event["id"] for event in events if event["ph"] == "s")
