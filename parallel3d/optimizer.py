@@ -14,7 +14,7 @@ from parallel3d.config.models import Optimizer as OptimizerConfig
 from parallel3d.fused_updates import Update, update_of
 from parallel3d.gradient_buckets import Bucket, Counts, FlatBucket
 from parallel3d.gradient_norm import SquaredNorm
-from parallel3d.gradient_sync import GradientSync
+from parallel3d.gradient_sync import GradientSync, farewell
 from parallel3d.rank_mesh import Mesh
 from runtime.errors import NonFiniteGradient, name_rank
 
@@ -61,10 +61,21 @@ class Optimizer:
         """Once gradients are summed up: update the weights. Gives the norm of all gradients of the mesh, before it was
         clipped, which is the same on every rank.
 
-        Raises NonFiniteGradient on every rank, and leaves the weights as they are, where that norm is not finite.
+        Raises NonFiniteGradient on every rank, and leaves the weights as they are, where that norm is not finite. If it
+        is cancelled, or fails otherwise, the mesh's groups are closed.
         """
         if self._mesh.world_size == 1:
             return await self._mesh.compute(self._alone, lr)
+        try:
+            return await self._with_others(lr)
+        except NonFiniteGradient:
+            raise
+        except BaseException as error:  # some ranks' weights are new, and others' are not
+            for group in (self._mesh.world, self._mesh.dp):
+                group.abort(farewell(self._mesh, error))
+            raise
+
+    async def _with_others(self, lr: float) -> float:
         shares = await self._from_all(await self._mesh.compute(self._norm))
         norm = math.sqrt(sum(shares))
         if not math.isfinite(norm):
