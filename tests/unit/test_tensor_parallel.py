@@ -132,10 +132,13 @@ def test_columns_of_one_input_share_a_sum():
     assert in_threads(2, work) == [(3, 2), (3, 2)]
 
 
-def pair(exchange, dtype=torch.float64) -> tuple[nn.Sequential, nn.Sequential]:
+def pair(exchange) -> tuple[nn.Sequential, nn.Sequential]:
     """A column and a row, whole and cut."""
-    torch.manual_seed(1)
-    whole = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).to(dtype)
+    whole = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    generator = torch.Generator().manual_seed(1)  # of its own, for each rank is a thread
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
     return whole, cut_pair(whole, Partners(exchange))
 
 
