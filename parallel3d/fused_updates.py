@@ -7,6 +7,8 @@ of a vector register's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from parallel3d.config.models import Optimizer as OptimizerConfig
@@ -18,28 +20,27 @@ def update_of(config: OptimizerConfig) -> Update:
 
 
 class Update:
-    """One way to update flat weights of one dtype."""
+    """One way to update weights of one dtype."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.config = config
         self.weights: list[torch.Tensor] = []
-        self.gradients: list[torch.Tensor] = []
 
-    def add(self, weights: torch.Tensor, gradients: torch.Tensor) -> None:
-        self.weights.append(weights)
-        self.gradients.append(gradients)
+    def add(self, weights: Sequence[torch.Tensor]) -> None:
+        """These too. What is remembered of them begins at zero."""
+        self.weights += weights
 
-    def __call__(self, number: int, lr: float, factor: float) -> None:
+    @torch.no_grad()
+    def __call__(self, gradients: list[torch.Tensor], number: int, lr: float, factor: float) -> None:
         """The number-th step, with gradients that are multiplied by `factor` first."""
         scale = None
-        if factor != 1.0 and self.weights[0].dtype is torch.float64:  # the kernels' own scale is a float32
-            torch._foreach_mul_(self.gradients, factor)
+        if factor != 1.0 and gradients[0].dtype is torch.float64:  # the kernels' own scale is a float32
+            torch._foreach_mul_(gradients, factor)
         elif factor != 1.0:
-            scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=self.weights[0].device)
-        with torch.no_grad():
-            self.update(number, lr, scale)
+            scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=gradients[0].device)
+        self.update(gradients, number, lr, scale)
 
-    def update(self, number: int, lr: float, scale: torch.Tensor | None) -> None:
+    def update(self, gradients: list[torch.Tensor], number: int, lr: float, scale: torch.Tensor | None) -> None:
         raise NotImplementedError
 
     def state(self, index: int) -> dict[str, torch.Tensor]:
@@ -54,18 +55,18 @@ class _AdamW(Update):
         self._squares: list[torch.Tensor] = []
         self._number = torch.zeros(())
 
-    def add(self, weights: torch.Tensor, gradients: torch.Tensor) -> None:
-        super().add(weights, gradients)
-        self._means.append(torch.zeros_like(weights))
-        self._squares.append(torch.zeros_like(weights))
-        self._number = self._number.to(weights.device)
+    def add(self, weights: Sequence[torch.Tensor]) -> None:
+        super().add(weights)
+        self._means += map(torch.zeros_like, weights)
+        self._squares += map(torch.zeros_like, weights)
+        self._number = self._number.to(self.weights[0].device)
 
-    def update(self, number: int, lr: float, scale: torch.Tensor | None) -> None:
+    def update(self, gradients: list[torch.Tensor], number: int, lr: float, scale: torch.Tensor | None) -> None:
         config, decay = self.config, self.config.weight_decay
         self._number.fill_(number)
         torch._fused_adamw_(
             self.weights,
-            self.gradients,
+            gradients,
             self._means,
             self._squares,
             [],
@@ -89,15 +90,15 @@ class _Sgd(Update):
         super().__init__(config)
         self._momenta: list[torch.Tensor] = []
 
-    def add(self, weights: torch.Tensor, gradients: torch.Tensor) -> None:
-        super().add(weights, gradients)
+    def add(self, weights: Sequence[torch.Tensor]) -> None:
+        super().add(weights)
         if self.config.momentum:
-            self._momenta.append(torch.zeros_like(weights))
+            self._momenta += map(torch.zeros_like, weights)
 
-    def update(self, number: int, lr: float, scale: torch.Tensor | None) -> None:
+    def update(self, gradients: list[torch.Tensor], number: int, lr: float, scale: torch.Tensor | None) -> None:
         torch._fused_sgd_(
             self.weights,
-            self.gradients,
+            gradients,
             self._momenta,
             weight_decay=self.config.weight_decay or 0.0,
             momentum=self.config.momentum,

@@ -1,15 +1,18 @@
-"""Gradient buckets: parameters and their gradients in flat memory, so that many are reduced and updated as one.
+"""Gradient buckets: parameters that are reduced as one, and where they and their gradients lie.
 
-A bucket's gradients, cut for two replicas (|): matrices come first, then vectors, each on a cache line of its own.
-What lies between and at the end is zero, and stays zero whatever is added up or updated.
+Where there are several replicas, a bucket's gradients are flat memory. Cut for two of them (|):
 
     up.weight .. down.weight ... | up.bias . norm.weight . norm.bias .......
+
+Matrices come first, then vectors, each on a cache line of its own. What lies between and at the end is zero, and stays
+zero whatever is added up or updated. A single replica's gradients lie wherever they were made: that memory was used a
+moment ago, and is still in the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -22,18 +25,46 @@ SLICE = 64
 another way, and a slice's values don't depend on where it was cut."""
 
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
+Counts = Callable[[nn.Parameter], bool]
 
 
-class Place(NamedTuple):
-    """Where a parameter lies in its bucket, in elements."""
+class Part(NamedTuple):
+    """Elements `start` to `stop` of a parameter, flattened, which begin at `offset` of a piece."""
 
     parameter: nn.Parameter
     start: int
     stop: int
+    offset: int
 
 
-class Bucket:
-    """Parameters of one stage and one dtype. From now on they lie in `weights`, and have a home in `gradients`."""
+class Bucket(Protocol):
+    """What the optimizer needs to know of one. A slice is that of a replica; None means all of it."""
+
+    stage: int | None
+    """The one that is done last with it; None for what is reduced after all stages."""
+    parameters: Sequence[nn.Parameter]
+    dtype: torch.dtype
+    strays: Sequence[torch.Tensor]
+    """Gradients as they were on this rank, where they lie elsewhere than the sums."""
+
+    def bring_home(self) -> None:
+        """Have all gradients where they belong. One that there is none of counts as zero."""
+
+    def weights(self, index: int | None) -> list[torch.Tensor]:
+        """A slice, in pieces."""
+
+    def gradients(self, index: int | None) -> list[torch.Tensor]:
+        """The same of the gradients, once they are home."""
+
+    def parts(self, index: int | None) -> list[list[Part]]:
+        """What lies in each piece."""
+
+    def counted(self, index: int, counts: Counts) -> Callable[[], list[torch.Tensor]]:
+        """Gives the gradients in a slice that are counted, once they are home."""
+
+
+class FlatBucket:
+    """A Bucket whose parameters lie in `flat_weights`, and have a home in `flat_gradients`."""
 
     def __init__(
         self,
@@ -43,64 +74,127 @@ class Bucket:
         new_weights: Allocate,
         new_gradients: Allocate,
     ) -> None:
-        self.stage, self.num_slices = stage, num_slices
-        """Of the stage that is done last where several have them; None for what is reduced after all stages."""
-        dtype = parameters[0].dtype
-        self.places, numel = _lay_out(parameters, num_slices)
-        self.weights, self.gradients = new_weights(numel, dtype).zero_(), new_gradients(numel, dtype).zero_()
-        self._homes = [_move_in(place, self.weights, self.gradients) for place in self.places]
-        self.strays: list[torch.Tensor] = []
-        """Gradients that autograd made elsewhere, as they were on this rank."""
+        self.stage, self.parameters, self.dtype, self._num_slices = stage, parameters, parameters[0].dtype, num_slices
+        self.starts, numel = _lay_out(parameters, num_slices)
+        """Of each parameter, in elements."""
+        self.flat_weights = new_weights(numel, self.dtype).zero_()
+        self.flat_gradients = new_gradients(numel, self.dtype).zero_()
+        self._homes = [self._move_in(*each) for each in zip(parameters, self.starts, strict=True)]
+        self.strays: Sequence[torch.Tensor] = ()
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [place.parameter for place in self.places]
-
-    def bounds(self, index: int) -> tuple[int, int]:
-        """Where the index-th slice begins and ends."""
-        size = self.gradients.numel() // self.num_slices
-        return index * size, (index + 1) * size
+    @torch.no_grad()
+    def _move_in(self, parameter: nn.Parameter, start: int) -> torch.Tensor:
+        stop = start + parameter.numel()
+        parameter.data = self.flat_weights[start:stop].view(parameter.shape).copy_(parameter)
+        parameter.grad = None
+        # Through .data, each has a version of its own: it tells whether this gradient was changed, not any.
+        home = self.flat_gradients.data[start:stop].view(parameter.shape)
+        parameter.gradient_home, parameter.on_gradient = home, None  # type: ignore[attr-defined]
+        return home
 
     def bring_home(self) -> None:
-        """Have all gradients where they belong. One that there is none of counts as zero."""
         missing: list[torch.Tensor] = []
         homes: list[torch.Tensor] = []
-        self.strays = []
-        for place, home in zip(self.places, self._homes, strict=True):
-            gradient = place.parameter.grad
+        strays: list[torch.Tensor] = []
+        for parameter, home in zip(self.parameters, self._homes, strict=True):
+            gradient = parameter.grad
             if gradient is home:
                 continue
             if gradient is None:
                 missing.append(home)
             else:
-                self.strays.append(gradient if gradient.layout is torch.strided else gradient.to_dense())
+                strays.append(_dense(gradient))
                 homes.append(home)
-            place.parameter.grad = home
+            parameter.grad = home
         with torch.no_grad():
             if homes:
-                torch._foreach_copy_(homes, self.strays)
+                torch._foreach_copy_(homes, strays)
             if missing:
                 torch._foreach_zero_(missing)
+        self.strays = strays
+
+    def bounds(self, index: int | None) -> tuple[int, int]:
+        """Where a slice begins and ends."""
+        size = self.flat_weights.numel() // self._num_slices
+        return (0, self.flat_weights.numel()) if index is None else (index * size, (index + 1) * size)
+
+    def weights(self, index: int | None) -> list[torch.Tensor]:
+        start, stop = self.bounds(index)
+        return [self.flat_weights[start:stop]]
+
+    def gradients(self, index: int | None) -> list[torch.Tensor]:
+        start, stop = self.bounds(index)
+        return [self.flat_gradients[start:stop]]
+
+    def parts(self, index: int | None) -> list[list[Part]]:
+        (low, high), found = self.bounds(index), []
+        for parameter, first in zip(self.parameters, self.starts, strict=True):
+            start, stop = max(first, low), min(first + parameter.numel(), high)
+            if start < stop:
+                found.append(Part(parameter, start - first, stop - first, start - low))
+        return [found]
+
+    def ranges(self, wanted: Counts, bounds: tuple[int, int]) -> list[tuple[int, int]]:
+        """Where these parameters lie; neighbours, between which there is nothing, are one."""
+        found: list[tuple[int, int]] = []
+        follows = False
+        for parameter, start in zip(self.parameters, self.starts, strict=True):
+            if wanted(parameter):
+                first = found.pop()[0] if follows else start
+                found.append((first, start + parameter.numel()))
+            follows = wanted(parameter)
+        cut = [(max(start, bounds[0]), min(stop, bounds[1])) for start, stop in found]
+        return [(start, stop) for start, stop in cut if start < stop]
+
+    def counted(self, index: int, counts: Counts) -> Callable[[], list[torch.Tensor]]:
+        pieces = [self.flat_gradients[start:stop] for start, stop in self.ranges(counts, self.bounds(index))]
+        return lambda: pieces
 
 
-def _lay_out(parameters: Sequence[nn.Parameter], num_slices: int) -> tuple[tuple[Place, ...], int]:
-    line, places, end = max(1, _LINE // parameters[0].element_size()), [], 0
+class LooseBucket:
+    """A Bucket of a single replica: a piece for each parameter."""
+
+    def __init__(self, stage: int, parameters: Sequence[nn.Parameter]) -> None:
+        self.stage: int | None = stage
+        self.parameters, self.dtype = parameters, parameters[0].dtype
+        self.strays: Sequence[torch.Tensor] = ()
+        for parameter in parameters:
+            parameter.data, parameter.grad = parameter.data.contiguous(), None
+            parameter.gradient_home = parameter.on_gradient = None  # type: ignore[attr-defined]
+
+    def bring_home(self) -> None:
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif gradient.layout is not torch.strided or not gradient.is_contiguous():
+                parameter.grad = _dense(gradient).contiguous()
+
+    def weights(self, index: int | None) -> list[torch.Tensor]:
+        return [parameter.detach() for parameter in self.parameters]
+
+    def gradients(self, index: int | None) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self.parameters]  # type: ignore[misc]
+
+    def parts(self, index: int | None) -> list[list[Part]]:
+        return [[Part(parameter, 0, parameter.numel(), 0)] for parameter in self.parameters]
+
+    def counted(self, index: int, counts: Counts) -> Callable[[], list[torch.Tensor]]:
+        found = [parameter for parameter in self.parameters if counts(parameter)]
+        return lambda: [parameter.grad for parameter in found]  # type: ignore[misc]
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
+def _lay_out(parameters: Sequence[nn.Parameter], num_slices: int) -> tuple[list[int], int]:
+    """Where each begins, and how long all are."""
+    line, starts, end = max(1, _LINE // parameters[0].element_size()), [], 0
     for parameter in parameters:
-        places.append(Place(parameter, end, end + parameter.numel()))
-        end = _round_up(places[-1].stop, line)
-    return tuple(places), _round_up(max(end, 1), num_slices * SLICE)
-
-
-@torch.no_grad()
-def _move_in(place: Place, weights: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
-    parameter, start, stop = place
-    home = weights[start:stop].view(parameter.shape)
-    home.copy_(parameter)
-    parameter.data = home
-    parameter.grad = None
-    gradient_home = gradients[start:stop].view(parameter.shape)
-    parameter.gradient_home, parameter.on_gradient = gradient_home, None  # type: ignore[attr-defined]
-    return gradient_home
+        starts.append(end)
+        end = _round_up(end + parameter.numel(), line)
+    return starts, _round_up(max(end, 1), num_slices * SLICE)
 
 
 def fill(parameters: Iterable[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:

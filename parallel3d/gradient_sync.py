@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from parallel3d.gradient_buckets import Bucket, check, fill, matrices_first
+from parallel3d.gradient_buckets import Bucket, FlatBucket, LooseBucket, check, fill, matrices_first
 from parallel3d.gradient_readiness import Readiness
 from parallel3d.rank_mesh import Mesh
 from process_groups.work import Work
@@ -109,31 +109,21 @@ class GradientSync:
         def private(numel: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(numel, dtype=dtype, device=parameters[0].device)
 
-        # Only what peers read needs to lie where they can.
-        moves = self._dp.size > 1 or stage is None
         with torch.inference_mode(False):
-            return Bucket(
-                stage,
-                parameters,
-                self._dp.size,
-                registered if self.is_sharded else private,
-                registered if moves else private,
-            )
+            if self._dp.size == 1 and stage is not None:
+                return LooseBucket(stage, parameters)
+            new_weights = registered if self.is_sharded else private  # peers read none of it otherwise
+            return FlatBucket(stage, parameters, self._dp.size, new_weights, registered)
 
     def flat_late(self, parameters: Collection[nn.Parameter]) -> list[torch.Tensor]:
         """The gradients of these late parameters, as few flat tensors: neighbours, as they were given, are one."""
-        wanted, found = set(map(id, parameters)), []
-        for bucket in self.buckets[self._num_early :]:
-            start = None
-            for place in bucket.places:
-                if id(place.parameter) not in wanted:
-                    start = None
-                elif start is None:
-                    start = place.start
-                    found.append(bucket.gradients[start : place.stop])
-                else:
-                    found[-1] = bucket.gradients[start : place.stop]
-        return found
+        wanted, late = set(map(id, parameters)), self.buckets[self._num_early :]
+        return [
+            bucket.flat_gradients[start:stop]
+            for bucket in late
+            if isinstance(bucket, FlatBucket)
+            for start, stop in bucket.ranges(lambda each: id(each) in wanted, bucket.bounds(None))
+        ]
 
     # In the engine thread.
 
@@ -191,18 +181,19 @@ class GradientSync:
             step.failure = failure
 
     def _reduction(self, bucket: Bucket) -> Work:
+        assert isinstance(bucket, FlatBucket)
         if not self.is_sharded:
-            return self._dp.all_reduce(bucket.gradients, op="sum")
-        start, stop = bucket.bounds(self._dp.rank)
-        return self._dp.reduce_scatter(bucket.gradients, op="sum", out=bucket.gradients[start:stop])
+            return self._dp.all_reduce(bucket.flat_gradients, op="sum")
+        return self._dp.reduce_scatter(bucket.flat_gradients, op="sum", out=bucket.gradients(self._dp.rank)[0])
 
     async def finish(self) -> None:
         """Once the engine's part has ended: until every gradient is the sum over the replicas, or this rank's slice of
         it is."""
         step = self._step
-        left = [stage for stage in self._order if stage not in step.done]
-        if step.is_over or left:
-            raise InvalidCall("finish: " + (f"the stages {left} are not done." if left else "no step is under way."))
+        if step.is_over:
+            raise InvalidCall("finish: no step is under way.")
+        if left := [stage for stage in self._order if stage not in step.done]:
+            raise InvalidCall(f"finish: the stages {left} are not done.")
         try:
             if self._num_early < len(self.buckets) and self._settle_late is not None:
                 await self._settle_late()
@@ -261,7 +252,7 @@ class GradientSync:
     def release(self) -> None:
         """Let go of the gradients as they were on this rank alone."""
         for bucket in self.buckets:
-            bucket.strays = []
+            bucket.strays = ()
 
 
 def _owners(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 
 from parallel3d.config.models import Optimizer as OptimizerConfig
 from parallel3d.fused_updates import Update, update_of
+from parallel3d.gradient_buckets import Bucket, Counts, FlatBucket
 from parallel3d.gradient_norm import SquaredNorm
 from parallel3d.gradient_sync import GradientSync
 from parallel3d.rank_mesh import Mesh
@@ -41,18 +42,17 @@ class Optimizer:
         config: OptimizerConfig,
         sync: GradientSync,
         mesh: Mesh,
-        counts: Callable[[nn.Parameter], bool] = lambda _: True,
+        counts: Counts = lambda _: True,
     ) -> None:
         self._config, self._sync, self._mesh = config, sync, mesh
         self._norm = SquaredNorm(sync.buckets, mesh.dp.rank, counts)
-        self._bounds = [
-            bucket.bounds(mesh.dp.rank) if sync.is_sharded else (0, bucket.weights.numel()) for bucket in sync.buckets
-        ]
-        """The elements of each bucket that this rank updates."""
+        self._slice = mesh.dp.rank if sync.is_sharded else None
+        """What this rank updates of each bucket."""
         self._updates: dict[torch.dtype, Update] = {}
-        for bucket, (start, stop) in zip(sync.buckets, self._bounds, strict=True):
-            update = self._updates.setdefault(bucket.weights.dtype, update_of(config))
-            update.add(bucket.weights[start:stop], bucket.gradients[start:stop])
+        self._buckets: dict[torch.dtype, list[Bucket]] = {}
+        for bucket in sync.buckets:
+            self._updates.setdefault(bucket.dtype, update_of(config)).add(bucket.weights(self._slice))
+            self._buckets.setdefault(bucket.dtype, []).append(bucket)
         self.num_steps = 0
         """Steps taken. Set it where the state of an earlier run is put in."""
         self._shares = mesh.world.empty(mesh.world_size, dtype=torch.float64)
@@ -93,16 +93,18 @@ class Optimizer:
         self.num_steps += 1
         limit = self._config.clip_norm
         factor = scale if limit is None else scale * min(1.0, limit / (norm + _TINY))
-        for update in self._updates.values():
-            update(self.num_steps, lr, factor)
+        for dtype, update in self._updates.items():
+            gradients = [each for bucket in self._buckets[dtype] for each in bucket.gradients(self._slice)]
+            update(gradients, self.num_steps, lr, factor)
         increment_version(self._sync.parameters)  # they were changed through other tensors
         self._sync.release()
 
     async def _gather(self) -> None:
         dp = self._mesh.dp
         works = [
-            dp.all_gather(bucket.weights[start:stop], out=bucket.weights)
-            for bucket, (start, stop) in zip(self._sync.buckets, self._bounds, strict=True)
+            dp.all_gather(*bucket.weights(self._slice), out=bucket.flat_weights)
+            for bucket in self._sync.buckets
+            if isinstance(bucket, FlatBucket)
         ]
         for work in works:
             await work
@@ -129,14 +131,11 @@ class Optimizer:
     def state(self) -> list[StatePart]:
         """Everything remembered from step to step but their number, by parameter."""
         found = []
-        indices = dict.fromkeys(self._updates, 0)
-        for bucket, (start, stop) in zip(self._sync.buckets, self._bounds, strict=True):
-            dtype = bucket.weights.dtype
-            kept = self._updates[dtype].state(indices[dtype])
-            indices[dtype] += 1
-            for parameter, first, last in bucket.places:
-                a, b = max(first, start), min(last, stop)
-                if a < b:
-                    values = {name: each[a - start : b - start] for name, each in kept.items()}
-                    found.append(StatePart(parameter, a - first, b - first, values))
+        for dtype, buckets in self._buckets.items():
+            pieces = [piece for bucket in buckets for piece in bucket.parts(self._slice)]
+            for index, piece in enumerate(pieces):
+                kept = {name: each.view(-1) for name, each in self._updates[dtype].state(index).items()}
+                for parameter, start, stop, offset in piece:
+                    values = {name: each[offset : offset + stop - start] for name, each in kept.items()}
+                    found.append(StatePart(parameter, start, stop, values))
         return found

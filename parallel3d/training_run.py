@@ -295,6 +295,9 @@ class Run:
             raise
         except LaunchError as error:
             self._fail(RunError(str(error), step=len(self.record.steps)))
+        except Exception as error:  # of whoever is told of steps
+            self._fail(RunError(f"{type(error).__name__}: {error}", step=len(self.record.steps)))
+            raise
         finally:
             self._folder.event("ended", status=self.record.status, steps=len(self.record.steps))
             for waiting in self._waiting.values():

@@ -242,6 +242,8 @@ def _embedding(module: nn.Embedding, indices: torch.Tensor) -> torch.Tensor:
 
 def autocast_dtype(values: torch.Tensor) -> torch.dtype | None:
     """What a product of these is cast to; None where autocast is off."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
     device = values.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
@@ -249,18 +251,18 @@ def autocast_dtype(values: torch.Tensor) -> torch.dtype | None:
 def can_wait(weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
     """Whether gradients can be added to these by hand: each is a leaf, and nobody else has asked to be told of its
     gradient."""
-    if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+    if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or not _is_free(weight):
         return False
     if bias is None:
-        return weight.requires_grad and _is_free(weight)
-    return (weight.requires_grad or bias.requires_grad) and _is_free(weight) and _is_free(bias)
+        return weight.requires_grad
+    return _is_free(bias) and (weight.requires_grad or bias.requires_grad)
 
 
 def _is_free(parameter: torch.Tensor) -> bool:
-    if not parameter.is_leaf or parameter._backward_hooks:
-        return False
     hooks = parameter._post_accumulate_grad_hooks
-    return not hooks or all(hook is autograd_was_there for hook in hooks.values())
+    if hooks and any(hook is not autograd_was_there for hook in hooks.values()):
+        return False
+    return not parameter._backward_hooks and parameter.is_leaf
 
 
 def split_weight_gradients(module: nn.Module) -> None:

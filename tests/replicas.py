@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 def make_stages(num: int, dtype: torch.dtype = torch.float64, width: int = WIDTH) -> dict[int, nn.Module]:
-    """The same on every rank; the last stage has parameters of another type too where there are several."""
+    """The same on every rank."""
     torch.manual_seed(5)
     return {index: nn.Sequential(Block(width), Block(width)).to(dtype) for index in range(num)}
 
@@ -57,7 +57,9 @@ class Trained(NamedTuple):
     weights: list[torch.Tensor]
 
 
-def plain_loop(stages: Mapping[int, nn.Module], config: OptimizerConfig, steps: int, dtype: torch.dtype) -> Trained:
+def plain_loop(
+    stages: Mapping[int, nn.Module], config: OptimizerConfig, steps: int, dtype: torch.dtype, width: int = WIDTH
+) -> Trained:
     """One process, torch alone. A parameter without gradient counts as one of zeros."""
     parameters, norms = [each for each in parameters_of(stages) if each.requires_grad], []
     if config.name == "adamw":
@@ -68,7 +70,7 @@ def plain_loop(stages: Mapping[int, nn.Module], config: OptimizerConfig, steps: 
     for step in range(steps):
         for each in parameters:
             each.grad = torch.zeros_like(each)
-        values = samples(step, dtype)
+        values = samples(step, dtype, width)
         for module in stages.values():
             values = module(values)
         (values.square().sum() / NUM_SAMPLES).backward()

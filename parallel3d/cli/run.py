@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -80,7 +81,9 @@ def _supervise(config: RunConfig, source: str, place: str, as_json: bool) -> int
     try:
         warm = warm_up_for(config)  # imports torch while this process does
         try:
-            return _train(config, place, check_before_start(config, source), warm, as_json)
+            with redirect_stdout(sys.stderr):  # what a factory of the user's prints is not our data
+                facts = check_before_start(config, source)
+            return _train(config, place, facts, warm, as_json)
         finally:
             warm.discard()
     finally:
@@ -137,8 +140,9 @@ def _say_the_end(training: Run, as_json: bool) -> None:
     from parallel3d.cli.run_text import say_summary
 
     record, result = training.record, training.result
-    if result is not None and result.report:
-        sys.stderr.write(result.report)
-    elif record.error is not None:
-        print(f"parallel3d: {record.error.message}", file=sys.stderr)
+    with suppress(OSError):
+        if result is not None and result.report:
+            sys.stderr.write(result.report)
+        elif record.error is not None:
+            print(f"parallel3d: {record.error.message}", file=sys.stderr)
     say_summary(record, training.folder, training.metrics(), as_json)

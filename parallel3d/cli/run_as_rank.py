@@ -7,6 +7,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from parallel3d.before_start import check_before_start
@@ -30,7 +31,8 @@ def run_as_rank(file: Path, overrides: Mapping[str, str], place: str, as_json: b
         config = load_config(file, overrides=overrides, world_size=environment.world_size)
         if is_first:  # the others may find what rank 0 has written by now
             check_run_dir(config, place)
-        facts = check_before_start(config, str(file), environment.local_world_size)
+        with redirect_stdout(sys.stderr):  # what a factory of the user's prints is not our data
+            facts = check_before_start(config, str(file), environment.local_world_size)
         folder = RunFolder.create(config, new_run_id(), place) if is_first else None
     except ConfigError:
         if is_first:
@@ -43,7 +45,8 @@ def run_as_rank(file: Path, overrides: Mapping[str, str], place: str, as_json: b
     live = LiveLine(sys.stderr, os.environ, shutil.get_terminal_size().columns)
     owner = RankOwner(environment.rank, config, facts, folder, live.show)
     try:
-        run(lambda: owner.work(Coordinator.from_config))
+        with redirect_stdout(sys.stderr):
+            run(lambda: owner.work(Coordinator.from_config))
     except Exception:
         traceback.print_exc()
     finally:

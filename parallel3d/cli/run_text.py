@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -47,15 +48,18 @@ class LiveLine:
 
     def _draw(self) -> None:
         self._shown, self._shown_at = self._latest, self._now()
-        self._stream.write(f"\r\x1b[K{self._latest}" if self._redraws else f"{self._latest}\n")
-        self._stream.flush()
+        self._write(f"\r\x1b[K{self._latest}" if self._redraws else f"{self._latest}\n")
 
     def close(self) -> None:
         """No step comes any more."""
         if self._latest != self._shown:
             self._draw()
         if self._redraws and self._shown:
-            self._stream.write("\n")
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError):  # its reader left; the run goes on without
+            self._stream.write(text)
             self._stream.flush()
 
 

@@ -23,7 +23,8 @@ from runtime.errors import InvalidCall
 
 def build_model(config: RunConfig) -> LayeredModel:
     """The run's model, the same on every rank. Raises ConfigError, which names the key at fault."""
-    model = _built(config)
+    with seeded(config.train.seed):  # also what is built on `meta` may draw numbers
+        model = _built(config)
     _refuse_wrong_cut(model, config)
     return model
 
