@@ -43,10 +43,11 @@ def chrome_trace(ranks: Mapping[int, Sequence[Span]], names: Mapping[int, str]) 
     """The trace as JSON's values. Time begins with the first span."""
     first = min((span.start for spans in ranks.values() for span in spans), default=0.0)
     events: list[dict[str, Any]] = []
+    numbers: dict[str, int] = {}
     for rank, spans in sorted(ranks.items()):
         events += _titles(rank, names.get(rank, f"rank {rank}"), spans)
         for row, span in _in_rows(spans):
-            events += _events(rank, row, span, first)
+            events += _events(rank, row, span, first, numbers)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -75,7 +76,7 @@ def _titles(rank: int, name: str, spans: Sequence[Span]) -> Iterator[dict[str, A
         yield {"ph": "M", "pid": rank, "tid": row, "name": "thread_name", "args": {"name": title}}
 
 
-def _events(rank: int, row: int, span: Span, first: float) -> Iterator[dict[str, Any]]:
+def _events(rank: int, row: int, span: Span, first: float, numbers: dict[str, int]) -> Iterator[dict[str, Any]]:
     where = {"pid": rank, "tid": row}
     start, length = _microseconds(span.start - first), _microseconds(span.end - span.start)
     event = {"ph": "X", **where, "name": span.name, "cat": span.category, "ts": start, "dur": length}
@@ -83,10 +84,15 @@ def _events(rank: int, row: int, span: Span, first: float) -> Iterator[dict[str,
     # An arrow from the send to the end of the receive, which waits for it.
     arrow = {**where, "name": "message", "cat": "message"}
     if span.sends:
-        yield {"ph": "s", **arrow, "id": span.sends, "ts": start}
+        yield {"ph": "s", **arrow, "id": _number(span.sends, numbers), "ts": start}
     if span.receives:
         inside = max(start, round(start + length - 0.001, 3))  # or it would belong to what comes next
-        yield {"ph": "f", "bp": "e", **arrow, "id": span.receives, "ts": inside}
+        yield {"ph": "f", "bp": "e", **arrow, "id": _number(span.receives, numbers), "ts": inside}
+
+
+def _number(message: str, numbers: dict[str, int]) -> int:
+    """Perfetto knows arrows by numbers only."""
+    return numbers.setdefault(message, len(numbers) + 1)
 
 
 def _microseconds(seconds: float) -> float:

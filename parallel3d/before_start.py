@@ -75,8 +75,8 @@ def _check_devices(backend: str, num_local: int) -> None:
 
     found = torch.cuda.device_count() if torch.distributed.is_nccl_available() else 0
     if found < num_local:
-        have = f"{found} CUDA device{'s' * (found != 1)}" if found else "no CUDA device, or its torch no NCCL"
-        message = f"each rank needs a CUDA device: this host gets {num_local} of them and has {have}."
+        have = f"there {'are' if found > 1 else 'is'} {found}" if found else "there is none, or torch has no NCCL"
+        message = f"each rank needs a CUDA device, {num_local} of them on this host: {have}."
         raise problem_of_key("comm.backend", backend, message, "Set it to auto or gloo, or start fewer ranks here.")
 
 

@@ -42,6 +42,7 @@ class Doubtful(nn.Module):
         return x
 
 def build(width=4):
+    print("building")
     if trouble == "factory":
         raise RuntimeError("no model today")
     if trouble == "no module":
@@ -130,8 +131,10 @@ def test_a_mesh_learns_the_same_and_its_steps_are_traced(folder, mesh):
 
 @pytest.mark.slow
 def test_a_model_of_the_users_own(folder):
-    with run(folder, "own.yaml", *settings(train__steps=20, optimizer__lr=0.05)) as started:
+    with run(folder, "own.yaml", "--json", *settings(train__steps=20, optimizer__lr=0.05)) as started:
         assert started.finish(60) == 0, started.stderr.text
+        assert json.loads(started.stdout.text) == metrics(folder), "what the factory prints is not our data"
+        assert "[1] building" in started.stderr.text
     found = metrics(folder)
     assert found["final_loss"] < found["losses"][0] / 2
     assert found["parameters"] == 25

@@ -81,6 +81,16 @@ def test_colours_and_dumb_terminals(record):
     assert "\x1b" not in stream.getvalue()
 
 
+def test_a_line_that_nobody_reads_is_no_trouble(record):
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    line = LiveLine(Gone(), {}, 80, Clock())
+    show(line, record, 0)
+    line.close()
+
+
 def test_no_step_no_line():
     for stream in (Terminal(), io.StringIO()):
         LiveLine(stream, {}, 80, Clock()).close()

@@ -35,7 +35,7 @@ def test_a_message_is_an_arrow_inside_both_spans():
     }
     arrows = [event for event in chrome_trace(spans, {})["traceEvents"] if event["ph"] in "sf"]
     (start, end) = arrows
-    assert start["id"] == end["id"]
+    assert start["id"] == end["id"] == 1
     assert (start["pid"], end["pid"], end["bp"]) == (0, 1, "e")
     assert 500_000 <= start["ts"] <= 600_000 <= end["ts"] < 700_000
 
