@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from parallel3d.config.errors import ConfigProblems, Place, problem_of_key
 from parallel3d.config.models import GptModel, LlamaModel, RunConfig
 from parallel3d.run_record import ModelFacts
 from runtime.errors import ConfigError, InvalidCall
+
+if TYPE_CHECKING:
+    from parallel3d.blueprint import Blueprint
 
 
 def check_before_start(config: RunConfig, source: str = "", num_local: int | None = None) -> ModelFacts:
@@ -16,8 +22,21 @@ def check_before_start(config: RunConfig, source: str = "", num_local: int | Non
     source: how errors name the file. num_local: ranks on this host, if not all of them.
     Raises ConfigError, which names the key at fault.
     """
-    try:
+    with _naming(source):
         return _check(config, config.world_size if num_local is None else num_local)
+
+
+def draw_before_start(config: RunConfig, source: str = "") -> Blueprint:
+    """The run as it will be, without memory for its model. Raises ConfigError, as above."""
+    with _naming(source):
+        return _drawn(config)
+
+
+@contextlib.contextmanager
+def _naming(source: str) -> Iterator[None]:
+    """Errors in here name the file."""
+    try:
+        yield
     except ConfigProblems as error:
         place = Place(source)
         problems = [each if each.place.source else replace(each, place=place) for each in error.problems]
@@ -26,17 +45,22 @@ def check_before_start(config: RunConfig, source: str = "", num_local: int | Non
         raise ConfigError(f"{source}  {error}") from error
 
 
-def _check(config: RunConfig, num_local: int) -> ModelFacts:
+def _drawn(config: RunConfig) -> Blueprint:
     from parallel3d.blueprint import draw, table_of  # torch takes seconds
-    from parallel3d.data import make_dataset
-    from parallel3d.losses import make_loss
 
-    _check_devices(config.comm.backend, num_local)
     try:
         table_of(config)
     except InvalidCall as error:
         raise problem_of_key("pipeline.schedule", config.pipeline.schedule, str(error)) from error
-    model = draw(config).model
+    return draw(config)
+
+
+def _check(config: RunConfig, num_local: int) -> ModelFacts:
+    from parallel3d.data import make_dataset
+    from parallel3d.losses import make_loss
+
+    _check_devices(config.comm.backend, num_local)
+    model = _drawn(config).model
     make_loss(config.model.loss)
     make_dataset(config)
     parameters = sum(parameter.numel() for parameter in model.whole.parameters())

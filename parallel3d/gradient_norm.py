@@ -8,8 +8,8 @@ import torch
 
 from parallel3d.gradient_buckets import Bucket, Counts
 
-_ROW = 8192  # elements that are added up in their own precision; in float32, millions would lose the fourth digit
-_SHORT = 1 << 17  # elements: up to here the seventh digit is lost at most, and all of them together cost one call
+_ROW = 1024  # elements that are added up in their own precision: in float32, millions would lose the fourth digit
+_SHORT = 1 << 16  # elements: up to here hardly a digit is lost, and all such pieces together cost one call
 
 
 class SquaredNorm:

@@ -129,6 +129,8 @@ class GradientSync:
 
     def begin(self) -> None:
         """A new step: no parameter has a gradient."""
+        if not self._step.is_over:
+            raise InvalidCall("begin: the step before was neither finished nor cancelled.")
         self._step = _Step()
         self._ready = [False] * self._num_early
         for parameter in self.parameters:
@@ -234,14 +236,7 @@ class GradientSync:
             return
         self._end(step)
         if self._dp.size > 1:
-            self._dp.abort(error if isinstance(error, CommunicationError) else self._farewell(error))
-
-    def _farewell(self, error: BaseException | None) -> CommunicationError:
-        rank, coords = self._mesh.rank, self._mesh.coords
-        if error is None or isinstance(error, asyncio.CancelledError):
-            return GroupClosed(f"{name_rank(rank, coords)} cancelled the step", rank=rank, coords=coords)
-        how = f"{type(error).__name__}: {error}"
-        return PeerLost(f"{name_rank(rank, coords)} failed in the step with {how}", rank=rank, coords=coords)
+            self._dp.abort(farewell(self._mesh, error))
 
     def _end(self, step: _Step) -> None:
         step.is_over = True
@@ -253,6 +248,17 @@ class GradientSync:
         """Let go of the gradients as they were on this rank alone."""
         for bucket in self.buckets:
             bucket.strays = ()
+
+
+def farewell(mesh: Mesh, error: BaseException | None) -> CommunicationError:
+    """What ranks are told that wait for this one, which has given up a step."""
+    if isinstance(error, CommunicationError):
+        return error
+    rank, coords = mesh.rank, mesh.coords
+    if error is None or isinstance(error, asyncio.CancelledError):
+        return GroupClosed(f"{name_rank(rank, coords)} cancelled the step", rank=rank, coords=coords)
+    how = f"{type(error).__name__}: {error}"
+    return PeerLost(f"{name_rank(rank, coords)} failed in the step with {how}", rank=rank, coords=coords)
 
 
 def _owners(

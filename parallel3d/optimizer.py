@@ -14,7 +14,7 @@ from parallel3d.config.models import Optimizer as OptimizerConfig
 from parallel3d.fused_updates import Update, update_of
 from parallel3d.gradient_buckets import Bucket, Counts, FlatBucket
 from parallel3d.gradient_norm import SquaredNorm
-from parallel3d.gradient_sync import GradientSync
+from parallel3d.gradient_sync import GradientSync, farewell
 from parallel3d.rank_mesh import Mesh
 from runtime.errors import NonFiniteGradient, name_rank
 
@@ -63,10 +63,20 @@ class Optimizer:
 
         scale: what gradients are multiplied with before all else.
 
-        Raises NonFiniteGradient on every rank, and leaves the weights as they are, where that norm is not finite.
+        Raises NonFiniteGradient on every rank, and leaves the weights as they are, where that norm is not finite. If it
+        is cancelled, or fails otherwise, the mesh's groups are closed.
         """
         if self._mesh.world_size == 1:
             return await self._mesh.compute(self._alone, lr, scale)
+        try:
+            return await self._with_others(lr, scale)
+        except NonFiniteGradient:
+            raise
+        except BaseException as error:  # some ranks' weights are new, and others' are not
+            self._mesh.abort(farewell(self._mesh, error))
+            raise
+
+    async def _with_others(self, lr: float, scale: float) -> float:
         shares = await self._from_all(await self._mesh.compute(self._norm))
         norm = scale * math.sqrt(sum(shares))
         if not math.isfinite(norm):

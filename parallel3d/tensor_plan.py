@@ -16,8 +16,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from parallel3d.config.errors import ConfigProblems, Place, Problem, nearest
-from parallel3d.factories import refusal
+from parallel3d.config.errors import ConfigProblems, Place, Problem, nearest, problem_of_key
 from parallel3d.models.layered import LayeredModel
 
 KEY = "parallel.tensor_plan"
@@ -87,10 +86,10 @@ class TensorPlan:
         return f"There are, for example, {', '.join(linears[:3] or paths[:3])}."
 
     def _refused(self, pattern: str, strategy: str, message: str, remedy: str) -> ConfigProblems:
-        return refusal(f'{self._key}["{pattern}"]', strategy, message, remedy)
+        return problem_of_key(f'{self._key}["{pattern}"]', strategy, message, remedy)
 
     def _refused_plan(self, message: str, remedy: str) -> ConfigProblems:
-        return ConfigProblems([Problem(Place("configuration"), self._key, None, message, remedy)])
+        return ConfigProblems([Problem(Place(""), self._key, None, message, remedy)])
 
     # What may be cut.
 
@@ -117,7 +116,7 @@ class TensorPlan:
             below = size // tp * tp
             near = f"{below} or {below + tp}" if below else f"{tp}"
             divisor = max(each for each in range(1, tp) if size % each == 0)
-            raise refusal(
+            raise problem_of_key(
                 "parallel.tp",
                 tp,
                 f"{name} ({strategy}) has {size} {what}, which is no multiple of tp({tp}).",
@@ -140,7 +139,7 @@ class TensorPlan:
                 raise self._refused(pattern, "vocab", message, "Use column, and row for what comes after it.")
         if size < self._tp:
             message = f"{path} (vocab) has {size} rows, fewer than there are ranks."
-            raise refusal("parallel.tp", self._tp, message, f"Set it to {size} at most.")
+            raise problem_of_key("parallel.tp", self._tp, message, f"Set it to {size} at most.")
 
     def _check_tied(self) -> None:
         """What is one parameter has one cut."""
@@ -168,7 +167,9 @@ class TensorPlan:
             if own and (not ending or ending[-1] < own[-1]):
                 if any(each >= end for each in rows):
                     message = f"stage {stage} ends between the column in {_name(row[own[-1]])} and its row."
-                    raise refusal("pipeline.layers_per_stage", list(layers_per_stage), message, "Cut after the row.")
+                    raise problem_of_key(
+                        "pipeline.layers_per_stage", list(layers_per_stage), message, "Cut after the row."
+                    )
                 message = (
                     f"{_name(row[own[-1]])} has a column, but no row follows: it would give a part of its outputs."
                 )
@@ -182,12 +183,14 @@ class TensorPlan:
         """From the first module with a column to the last with a row."""
         row, columns, rows = self._model.row, self._places("column"), self._places("row")
         if not columns:
-            raise refusal(_SEQUENCE_KEY, True, f"{self._key} has no columns and rows.", "Set it to false.")
+            raise problem_of_key(_SEQUENCE_KEY, True, f"{self._key} has no columns and rows.", "Set it to false.")
         for place in self._places("vocab"):
             if columns[0] <= place <= rows[-1]:
                 message = f"{_name(row[place])} has a vocabulary, for which each rank needs the whole sequence, among "
                 message += "columns and rows, for which it has a slice."
-                raise refusal(_SEQUENCE_KEY, True, message, "Have it replicated, or set sequence_parallel to false.")
+                raise problem_of_key(
+                    _SEQUENCE_KEY, True, message, "Have it replicated, or set sequence_parallel to false."
+                )
         return row[columns[0]], row[rows[-1]]
 
 

@@ -215,10 +215,13 @@ class Group:
     def tensor_exchange(self) -> TensorExchange:
         """The exchange of tensors with all ranks of the group, for one thread at a time. Call it on the event loop."""
         if self._tensor_exchange is None:
+            loop = asyncio.get_running_loop()
             if isinstance(self._transport, SharedMemoryTransport):
-                self._tensor_exchange = self._transport.tensor_exchange(self.timeout)
+                self._tensor_exchange = self._transport.tensor_exchange(
+                    self.timeout, lambda error: loop.call_soon_threadsafe(self.abort, error)
+                )
             else:
-                self._tensor_exchange = CallTensorExchange(self, asyncio.get_running_loop())
+                self._tensor_exchange = CallTensorExchange(self, loop)
         return self._tensor_exchange
 
     # Checks that need no other rank.

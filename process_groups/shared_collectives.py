@@ -273,7 +273,9 @@ def _roles(exchange: Exchange, call: Call) -> tuple[torch.Tensor, Take]:
 
     def gather(sources: Sequence[torch.Tensor], a: int, b: int) -> None:
         for rank, theirs in enumerate(sources):
-            flat.view(size, -1)[rank, a:b].copy_(theirs[0])
+            place = flat.view(size, -1)[rank, a:b]
+            if place.data_ptr() != theirs.data_ptr():  # this rank's own part may lie there already
+                place.copy_(theirs[0])
 
     def copy_root(sources: Sequence[torch.Tensor], a: int, b: int) -> None:
         assert call.peer is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -81,7 +81,7 @@ class SharedMemoryTransport:
         call = Call("recv", peer=peer, number=sys.maxsize, terms="a message")  # one that will never have been made
         return SharedPipe(self._exchange, peer, self._patience, lambda: self._ledger.trouble(call))
 
-    def tensor_exchange(self, timeout: float) -> SharedTensorExchange:
+    def tensor_exchange(self, timeout: float, give_up: Callable[[CommunicationError], object]) -> SharedTensorExchange:
         """With all ranks of the group, for the engine thread; one a group, for each counts what the peers do."""
         if self._tensor_exchange is None:
             call = Call("all_reduce", number=sys.maxsize, terms="an exchange of tensors")  # never made, as above
@@ -92,6 +92,7 @@ class SharedMemoryTransport:
                 self._patience,
                 timeout,
                 lambda: self._ledger.trouble(call),
+                give_up,
             )
         return self._tensor_exchange
 

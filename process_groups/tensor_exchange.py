@@ -135,10 +135,12 @@ class SharedTensorExchange:
         patience: Patience,
         timeout: float,
         trouble: Callable[[], CommunicationError | None],
+        give_up: Callable[[CommunicationError], object],
     ) -> None:
+        """trouble: why nothing will come any more. give_up: closes the group on all ranks; from any thread."""
         self.rank, self.size, self.waited = exchange.me, exchange.size, 0.0
         self._exchange, self._group_name, self._places = exchange, group_name, places
-        self._patience, self._timeout, self._trouble = patience, timeout, trouble
+        self._patience, self._timeout, self._trouble, self._give_up = patience, timeout, trouble, give_up
         offset = exchange.layout.posted
         self._posted = exchange.counter_of_all(self.rank, offset)
         self._line = exchange.words(self.rank, offset, 2 + NUM_ROOMS)
@@ -210,8 +212,9 @@ class SharedTensorExchange:
     def result(self) -> torch.Tensor:
         try:
             return self._result()
-        except BaseException:
+        except CommunicationError as error:
             self._has_failed = True
+            self._give_up(error)  # others wait for this rank as well, and shall know why
             raise
 
     def _result(self) -> torch.Tensor:

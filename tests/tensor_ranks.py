@@ -28,8 +28,11 @@ class ThreadRanks:
         self.trouble: CommunicationError | None = None
         places = [Place(rank, Coords(0, rank, 0)) for rank in range(size)]
         self.shared = [self._map(me, layout) for me in range(size)]
+        self.given_up: list[CommunicationError] = []
         self.exchanges = [
-            SharedTensorExchange(each, "tp", places, Patience(0, 5), timeout, lambda: self.trouble)
+            SharedTensorExchange(
+                each, "tp", places, Patience(0, 5), timeout, lambda: self.trouble, self.given_up.append
+            )
             for each in self.shared
         ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 import pytest
@@ -10,9 +11,10 @@ from torch import nn
 
 import parallel3d
 from parallel3d.config.models import Optimizer as OptimizerConfig
+from parallel3d.fused_updates import update_of
 from parallel3d.gradient_sync import GradientSync
 from parallel3d.optimizer import Optimizer
-from runtime.errors import NonFiniteGradient
+from runtime.errors import GroupClosed, NonFiniteGradient
 from tests.replicas import (
     EVERY_OPTIMIZER,
     Replica,
@@ -61,8 +63,6 @@ async def test_sharding_changes_no_bit(dp, dtype, name):
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_slices_are_updated_as_the_whole(dtype, threads, name):
     """With large ones too, which several threads share."""
-    from parallel3d.fused_updates import update_of
-
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -187,6 +187,43 @@ async def test_where_only_sums_are_left_those_are_named_in_which_it_shows():
             return caught.value.ranks
 
     assert await parallel3d.in_process(main, ranks=2) == [(0, 1)] * 2
+
+
+async def test_a_cancelled_step_closes_the_mesh():
+    """One replica has new weights, the other has not."""
+
+    async def main() -> None:
+        async with parallel3d.mesh(dp=2) as mesh:
+            replica = Replica(mesh, make_stages(1), EVERY_OPTIMIZER["adamw"])
+            await mesh.compute(replica.backward_of, samples(0))
+            await replica.sync.finish()
+            stepping = asyncio.ensure_future(replica.optimizer.step(0.1))
+            if mesh.rank == 1:
+                await asyncio.sleep(0)
+                stepping.cancel()
+            with pytest.raises(asyncio.CancelledError if mesh.rank == 1 else GroupClosed):
+                await stepping
+            assert mesh.dp.has_failed
+            assert mesh.world.has_failed
+
+    await parallel3d.in_process(main, ranks=2)
+
+
+async def test_a_rank_without_parameters():
+    async def main() -> float:
+        async with parallel3d.mesh(pp=2) as mesh:
+            parameters = [nn.Parameter(torch.ones(4))] if mesh.rank else []
+            sync = GradientSync(mesh, {mesh.rank: parameters}, [mesh.rank], bucket_bytes=1 << 20)
+            optimizer = Optimizer(EVERY_OPTIMIZER["adamw"], sync, mesh)
+            sync.begin()
+            for each in parameters:
+                each.grad = torch.ones(4)
+            sync.stage_done(mesh.rank)
+            await sync.finish()
+            assert (sync.reduced, sync.bus_bandwidth) == ((0, 0.0), None)
+            return await optimizer.step(0.1)
+
+    assert await parallel3d.in_process(main, ranks=2) == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("shard", [False, True])

@@ -156,42 +156,42 @@ def refused(plan: dict[str, str], model: LayeredModel | None = None, tp: int = 2
     [
         (
             {"blocks.*.atention.q": "column"},
-            'configuration parallel.tensor_plan["blocks.*.atention.q"] = "column": no module has such a path. The '
+            'parallel.tensor_plan["blocks.*.atention.q"] = "column": no module has such a path. The '
             "nearest is blocks.0.attention.q.",
         ),
         (
             {"xyz": "row"},
-            'configuration parallel.tensor_plan["xyz"] = "row": no module has such a path. There are, for example, '
+            'parallel.tensor_plan["xyz"] = "row": no module has such a path. There are, for example, '
             "embedding.tokens, embedding.positions, blocks.0.attention.q.",
         ),
         (
             {"blocks.*.mlp_norm": "column"},
-            'configuration parallel.tensor_plan["blocks.*.mlp_norm"] = "column": blocks.0.mlp_norm is LayerNorm, not '
+            'parallel.tensor_plan["blocks.*.mlp_norm"] = "column": blocks.0.mlp_norm is LayerNorm, not '
             "Linear. Name a Linear.",
         ),
         (
             {"embedding.tokens": "row"},
-            'configuration parallel.tensor_plan["embedding.tokens"] = "row": embedding.tokens is Embedding, not '
+            'parallel.tensor_plan["embedding.tokens"] = "row": embedding.tokens is Embedding, not '
             "Linear. Use vocab for an Embedding.",
         ),
         (
             {"norm": "vocab"},
-            'configuration parallel.tensor_plan["norm"] = "vocab": norm is LayerNorm, which has no vocabulary. Name an '
+            'parallel.tensor_plan["norm"] = "vocab": norm is LayerNorm, which has no vocabulary. Name an '
             "Embedding or a Linear.",
         ),
         (
             {"blocks.*.mlp.up": "vocab"},
-            'configuration parallel.tensor_plan["blocks.*.mlp.up"] = "vocab": blocks.0.mlp.up is a Linear, but what '
+            'parallel.tensor_plan["blocks.*.mlp.up"] = "vocab": blocks.0.mlp.up is a Linear, but what '
             "the model calls last is head. Use column, and row for what comes after it.",
         ),
         (
             {"blocks.*.mlp.up": "column"},
-            "configuration parallel.tensor_plan: blocks.1 has a column, but no row follows: it would give a part of "
+            "parallel.tensor_plan: blocks.1 has a column, but no row follows: it would give a part of "
             "its outputs. Add a row, or vocab for the last Linear of a model.",
         ),
         (
             {"blocks.1.mlp.down": "row"},
-            "configuration parallel.tensor_plan: blocks.1 has a row, but there is no column before it. Add a column, "
+            "parallel.tensor_plan: blocks.1 has a row, but there is no column before it. Add a column, "
             "or have it replicated.",
         ),
     ],
@@ -209,7 +209,7 @@ def test_a_plan_that_nobody_uses_yet_has_to_fit_too():
 
 def test_the_models_own_plan_is_named_as_such():
     model = row(nn.Linear(4, 4), plan={"7": "column"})
-    assert refused(model.plan, model).startswith('configuration the model\'s tensor_plan["7"] = "column": no module')
+    assert refused(model.plan, model).startswith('the model\'s tensor_plan["7"] = "column": no module')
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_the_models_own_plan_is_named_as_such():
 )
 def test_sizes_that_do_not_divide(strategy, sizes, tp, text):
     found = refused({"0": strategy}, row(nn.Linear(*sizes)), tp)
-    assert found.startswith(f"configuration parallel.tp = {tp}: 0 ({strategy}) {text}")
+    assert found.startswith(f"parallel.tp = {tp}: 0 ({strategy}) {text}")
 
 
 @pytest.mark.parametrize("option", ["max_norm", "sparse", "scale_grad_by_freq"])
@@ -275,8 +275,7 @@ def test_stages_end_with_whole_values():
     plan_shards(row(*modules), plan, 2, layers_per_stage=(3, 1))
     text = refused(plan, row(*modules), layers_per_stage=(2, 2))
     assert text == (
-        "configuration pipeline.layers_per_stage = [2, 2]: stage 0 ends between the column in 0 and its row. Cut after "
-        "the row."
+        "pipeline.layers_per_stage = [2, 2]: stage 0 ends between the column in 0 and its row. Cut after the row."
     )
 
 

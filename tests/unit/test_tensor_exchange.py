@@ -132,6 +132,7 @@ def test_a_peer_that_is_gone():
         with pytest.raises(PeerLost) as caught:
             ranks.run(lambda exchange: add(exchange, 1.0), ranks=[0])
         assert caught.value is ranks.trouble
+        assert ranks.given_up == [ranks.trouble], "the group is closed for all"
 
 
 @pytest.mark.parametrize("who", [0, 1])

@@ -132,10 +132,13 @@ def test_columns_of_one_input_share_a_sum():
     assert in_threads(2, work) == [(3, 2), (3, 2)]
 
 
-def pair(exchange, dtype=torch.float64) -> tuple[nn.Sequential, nn.Sequential]:
+def pair(exchange) -> tuple[nn.Sequential, nn.Sequential]:
     """A column and a row, whole and cut."""
-    torch.manual_seed(1)
-    whole = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).to(dtype)
+    whole = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    generator = torch.Generator().manual_seed(1)  # of its own, for each rank is a thread
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
     return whole, cut_pair(whole, Partners(exchange))
 
 
@@ -250,7 +253,7 @@ def test_gradients_go_home_and_are_told_of():
         told = []
         for name, parameter in cut.named_parameters():
             parameter.gradient_home = torch.full_like(parameter, 7.0)
-            parameter.on_gradient = lambda _, name=name: told.append(name)
+            parameter.on_gradient = lambda by_hand, name=name: told.append((name, by_hand))
         for _ in range(2):
             values = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
             cut(values).sum().backward()
@@ -261,7 +264,8 @@ def test_gradients_go_home_and_are_told_of():
             torch.testing.assert_close(parameter.grad, wanted if own is None else own.of(wanted), rtol=0, atol=1e-12)
         return sorted(told)
 
-    assert in_threads(2, work) == [sorted(2 * ["0.weight", "0.bias", "2.weight", "2.bias"])] * 2
+    names = ("0.weight", "0.bias", "2.weight", "2.bias")
+    assert in_threads(2, work) == [sorted(2 * [(name, True) for name in names])] * 2
 
 
 def test_two_backwards_through_one_graph():

@@ -161,8 +161,8 @@ def test_a_parameter_between_the_head_and_the_loss():
 
 
 def embedding(vocabulary: int = 7, padding: int | None = None) -> nn.Embedding:
-    torch.manual_seed(1)
-    return nn.Embedding(vocabulary, 4, padding_idx=padding, dtype=torch.float64)
+    weight = torch.randn(vocabulary, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return nn.Embedding(vocabulary, 4, padding_idx=padding, _weight=weight)
 
 
 @pytest.mark.parametrize("padding", [None, 0, 6])
