@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -31,7 +32,7 @@ from parallel3d.seeding import seed_from_now_on, seed_of
 from parallel3d.sharding import Shards
 from parallel3d.vocabulary import gather_logits, vocab_cross_entropy
 from parallel3d.whole_weights import gather_weights
-from runtime.errors import InvalidCall, name_rank
+from runtime.errors import InvalidCall, NonFiniteGradient, name_rank
 
 
 class Coordinator:
@@ -42,7 +43,7 @@ class Coordinator:
             raise InvalidCall("a coordinator needs a configuration: Coordinator.from_config(...).")
         self.mesh, self.config = rank_mesh, rank_mesh.config
         self._stack = contextlib.AsyncExitStack()
-        self._steps: list[TrainStep] = []
+        self._num_steps = 0
         self._begun: _Pass | None = None
         self._own_rate: float | None = None
         self._dataset: Dataset | None = None
@@ -72,6 +73,7 @@ class Coordinator:
         blueprint = await rank_mesh.compute(draw, config, await self._measured_cut())
         exchange = rank_mesh.tp.tensor_exchange() if rank_mesh.tp.size > 1 else None
         self._part = part = await rank_mesh.compute(assemble, blueprint, config, rank_mesh, exchange)
+        self._performance = Performance(part.num_parameters)
         self._loss = loss_of(config, part)
         self._sync = sync_of(config, part, rank_mesh)
         self._optimizer = Optimizer(config.optimizer, self._sync, rank_mesh, part.counts_in_norm)
@@ -123,7 +125,7 @@ class Coordinator:
     @property
     def step(self) -> int:
         """The number of the next step; the first one is 0."""
-        return len(self._steps)
+        return self._num_steps
 
     @property
     def learning_rate(self) -> float:
@@ -140,9 +142,9 @@ class Coordinator:
 
     def performance(self) -> Performance:
         """What the steps so far took, and what for."""
-        return Performance(self._steps, self._part.num_parameters)
+        return self._performance
 
-    async def batches(self, first: int = 0) -> AsyncIterator[Batch]:
+    async def batches(self, first: int = 0) -> AsyncGenerator[Batch, None]:
         """This replica's part of each step's batch, from step `first` to the configuration's last; loaded ahead."""
         data = await self._data()
         stop, prefetch = self.config.train.steps, self.config.data.prefetch
@@ -183,7 +185,8 @@ class Coordinator:
             reduced_seconds=reduced_seconds,
         )
         self._waited = 0.0
-        self._steps.append(step)
+        self._num_steps += 1
+        self._performance.add(step)
         return step
 
     async def eval_step(self, batch: Batch | tuple[Any, Any]) -> float:
@@ -248,10 +251,24 @@ class Coordinator:
         mine = [under_way.begun.loss, self._loss.counted()] if self._part.tells_loss else [0.0, 0.0]
         found = torch.tensor(mine, dtype=torch.float64, device=self.mesh.world.device)
         loss, count = (await self.mesh.world.all_reduce(found)).tolist()
+        if not math.isfinite(loss):
+            raise await self._not_finite(loss, mine[0])
         if not under_way.counts_later:
             return float(loss)
         under_way.gradient_scale = 1.0 / max(count, 1.0)
         return float(loss * under_way.gradient_scale)
+
+    async def _not_finite(self, loss: float, mine: float) -> NonFiniteGradient:
+        """Names the replicas it comes from."""
+        told = torch.tensor([math.isfinite(mine)], dtype=torch.int64, device=self.mesh.world.device)
+        finite = (await self.mesh.world.all_gather(told)).tolist()
+        ranks = [rank for rank, is_finite in enumerate(finite) if not is_finite]
+        names = ", ".join(name_rank(rank, self.mesh.topology.coords(rank)) for rank in ranks) or "several together"
+        return NonFiniteGradient(
+            f"the loss of step {self.step} is {loss}, from {names}. The weights are as they were before this step. "
+            "Look at its samples, or lower optimizer.lr.",
+            ranks=tuple(ranks),
+        )
 
     def _checked(self, batch: Batch | tuple[Any, Any]) -> tuple[Any, torch.Tensor]:
         try:

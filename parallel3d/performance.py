@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel3d.executor import Timed
 from parallel3d.schedules.actions import Kind
 
 WARM_UP = 2  # steps that load what torch loads late, and say nothing of those that follow
+_LATEST = 1000  # steps that performance is about
 _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 _SENDS = (Kind.SEND_F, Kind.SEND_B)
 
@@ -70,29 +72,48 @@ class TrainStep:
         return self.pipeline_seconds / span if span > 0 else 0.0
 
 
-_PARTS: tuple[tuple[str, Callable[[TrainStep], float]], ...] = (
-    ("compute", lambda step: step.compute_seconds),
-    ("waiting for tensor-parallel ranks", lambda step: step.tensor_seconds),
-    ("waiting for other stages", lambda step: step.pipeline_seconds),
-    ("sending to other stages", lambda step: step.transfer_seconds),
-    ("reducing gradients", lambda step: step.reduce_seconds),
-    ("optimizer", lambda step: step.optimizer_seconds),
-)
+_PARTS: dict[str, Callable[[TrainStep], float]] = {
+    "waiting for data": lambda step: step.data_seconds,
+    "compute": lambda step: step.compute_seconds,
+    "waiting for tensor-parallel ranks": lambda step: step.tensor_seconds,
+    "waiting for other stages": lambda step: step.pipeline_seconds,
+    "sending to other stages": lambda step: step.transfer_seconds,
+    "reducing gradients": lambda step: step.reduce_seconds,
+    "optimizer": lambda step: step.optimizer_seconds,
+}
+
+
+class _Times(NamedTuple):
+    """What is kept of a step: a run may have millions."""
+
+    seconds: float
+    """The wait for data included."""
+    tokens: int
+    bubble: float
+    parts: tuple[float, ...]
 
 
 class Performance:
-    """Of the steps of one rank so far, the first ones left out."""
+    """Of one rank's latest steps; the run's first ones are left out."""
 
-    def __init__(self, steps: Sequence[TrainStep], parameters: int) -> None:
-        self._steps = steps[WARM_UP:] or steps
-        self._num_steps = len(steps)
+    def __init__(self, parameters: int) -> None:
         self.parameters = parameters
         """Numbers that this rank trains."""
+        self.num_steps = 0
+        self._steps: deque[_Times] = deque(maxlen=_LATEST)
+
+    def add(self, step: TrainStep) -> None:
+        """Made by the coordinator."""
+        if self.num_steps == WARM_UP:
+            self._steps.clear()
+        self.num_steps += 1
+        parts = tuple(part(step) for part in _PARTS.values())
+        self._steps.append(_Times(step.seconds + step.data_seconds, step.tokens, step.bubble, parts))
 
     @property
     def tokens_per_second(self) -> float:
         """The whole mesh's."""
-        seconds = sum(step.seconds + step.data_seconds for step in self._steps)
+        seconds = sum(step.seconds for step in self._steps)
         return sum(step.tokens for step in self._steps) / seconds if seconds else 0.0
 
     @property
@@ -108,15 +129,14 @@ class Performance:
         """Where the seconds of an average step went; they add up to it."""
         if not self._steps:
             return {}
-        parts = {name: fmean(map(part, self._steps)) for name, part in _PARTS}
-        parts["other"] = fmean(step.seconds for step in self._steps) - sum(parts.values())
-        return {"waiting for data": fmean(step.data_seconds for step in self._steps), **parts}
+        columns = zip(*(step.parts for step in self._steps), strict=True)
+        parts = {name: fmean(column) for name, column in zip(_PARTS, columns, strict=True)}
+        return {**parts, "other": fmean(step.seconds for step in self._steps) - sum(parts.values())}
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
-            "steps": self._num_steps,
-            "warm_up_steps": self._num_steps - len(self._steps),
+            "steps": self.num_steps,
             "tokens_per_second": self.tokens_per_second,
             "step_seconds": self.step_seconds,
             "bubble": self.bubble,
@@ -131,7 +151,7 @@ class Performance:
         parts = self.parts()
         total = sum(parts.values())
         lines = [
-            f"{self._num_steps} steps, {1e3 * self.step_seconds:.1f} ms each, "
+            f"{self.num_steps} steps, {1e3 * self.step_seconds:.1f} ms each, "
             f"{self.tokens_per_second:,.0f} tokens/s, bubble {100 * self.bubble:.1f} %",
             *(f"{name:<34}{1e3 * part:9.2f} ms {100 * part / total:6.1f} %" for name, part in parts.items()),
         ]

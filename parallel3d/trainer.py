@@ -7,10 +7,10 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -27,7 +27,6 @@ from runtime.loop import run
 
 if TYPE_CHECKING:
     from parallel3d.coordinator import Coordinator
-    from parallel3d.data import Batch
     from parallel3d.performance import TrainStep
 
 MakeCoordinator = Callable[[RunConfig], AbstractAsyncContextManager["Coordinator"]]
@@ -89,7 +88,7 @@ async def train(coordinator: Coordinator, owner: Owner, last: LastSteps) -> None
     wishes = Wishes(mesh)
     owner.send("ready", device=_device_name(mesh), parameters=coordinator.performance().parameters, pid=os.getpid())
     # Left early, it shall stop loading now and not when the garbage collector comes by.
-    async with aclosing(cast("AsyncGenerator[Batch, None]", coordinator.batches())) as batches:
+    async with aclosing(coordinator.batches()) as batches:
         async for batch in batches:
             wishes.tell(owner.wish)
             step = await coordinator.train_step(batch)
