@@ -33,10 +33,6 @@ def test_the_tour_is_correct_on_every_group():
     assert "WRONG" not in out
 
 
-def test_no_example_is_forgotten_here():
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"mesh_tour.py", "overlap.py", "send_recv.py"}
-
-
 def test_training(tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(
@@ -44,8 +40,10 @@ def test_training(tmp_path):
         "parallel: {dp: 2}\n"
         "train: {steps: 3, batch_size: 4}\n"
     )
-    with Launched("-n", "2", "--no-prefix", str(EXAMPLES / "train.py"), str(config)) as launched:
-        assert launched.finish() == 0, launched.stderr.text
-    first, summary, *_ = launched.stdout.text.splitlines()
+    first, summary, *_ = run(2, str(EXAMPLES / "train.py"), str(config)).splitlines()
     assert first.startswith("step 0: loss ")
     assert summary.startswith("3 steps, ")
+
+
+def test_no_example_is_forgotten_here():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"mesh_tour.py", "overlap.py", "send_recv.py", "train.py"}
