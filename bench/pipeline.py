@@ -140,7 +140,7 @@ async def every_schedule(bench: Bench, microbatches: int, forward: float, backwa
         shares = []
         for number in range(rounds + 1):
             await bench.mesh.pp.barrier()
-            measured = await executor.measured(await executor.step(*data))
+            measured = await executor.measured((await executor.step(*data)).timed)
             if number:
                 shares.append(compare(measured).planned.makespan / measured.makespan)
         found[schedule] = median(shares)
@@ -195,7 +195,7 @@ async def gpt(bench: Bench, sequence: int, rounds: int) -> dict[str, Any]:
                 continue  # torch makes connections and imports what it needs
             seconds[name].append(took)
             if name in executors:
-                measured = await executors[name].measured(last[name])
+                measured = await executors[name].measured(last[name].timed)
                 simulated[name].append(compare(measured).planned.makespan / took)
     ratio = {
         "over_torch": [a / b for a, b in zip(seconds["torch 1f1b"], seconds["ours 1f1b"], strict=True)],

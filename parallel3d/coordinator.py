@@ -20,6 +20,7 @@ from parallel3d.gradient_sync import GradientSync
 from parallel3d.late_gradients import LateGradients
 from parallel3d.learning_rate import learning_rate
 from parallel3d.losses import StepLoss, make_loss
+from parallel3d.measured import Measured
 from parallel3d.optimizer import Optimizer
 from parallel3d.performance import Performance, TrainStep
 from parallel3d.rank_mesh import Mesh, mesh
@@ -90,6 +91,7 @@ class Coordinator:
             self._loss,
             gradients=None if not table.has_backwards else self._sync,
             autocast=torch.bfloat16 if self.config.train.precision == "bfloat16" else None,
+            waited=self._tensor_waits,
         )
 
     async def _measured_cut(self) -> list[int] | None:
@@ -226,6 +228,11 @@ class Coordinator:
         norm = (await self._optimizer.take(self.learning_rate, scale=lambda _: scale)).norm
         self._num_steps += 1
         return norm
+
+    async def measured(self, step: TrainStep) -> Measured:
+        """A step's actions on all ranks of this pipeline, which have to be on one host and to call it; `compare` of it
+        puts the plan beside it, and says what came late first and why."""
+        return await self._executor.measured(step.actions)
 
     async def whole_weights(self) -> dict[str, torch.Tensor] | None:
         """Every parameter of the model by its path, put together from its parts; on the rank at dp=0 tp=0 pp=0, None

@@ -54,6 +54,8 @@ class Timed(NamedTuple):
     action: Action
     start: float
     end: float
+    waited: float = 0.0
+    """Seconds of it that were spent waiting for a collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,11 @@ class Executor:
         *,
         gradients: Gradients | None = None,
         autocast: torch.dtype | None = None,
+        waited: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._mesh, self._group, self._loss, self._gradients = mesh, mesh.pp, loss, gradients
+        self._waited = waited
+        """Seconds so far that the engine thread has waited for collectives inside of actions."""
         self._autocast = autocast
         """The type of activations where it is not that of weights."""
         self.table = table.with_communication()
@@ -157,20 +162,17 @@ class Executor:
         how = f"{type(error).__name__}: {error}"
         return PeerLost(f"{name_rank(rank, coords)} failed in the step with {how}", rank=rank, coords=coords)
 
-    async def measured(self, step: Step) -> Measured:
+    async def measured(self, timed: Sequence[Timed]) -> Measured:
         """A step's times on all ranks, which have to be on one host: clocks differ from host to host. Every rank of the
         pipeline has to ask."""
         hosts = {self._mesh.hosts[rank] for rank in self._group.ranks}
         if len(hosts) > 1:
             raise InvalidCall(f"measured: the pipeline's ranks are on {len(hosts)} hosts, whose clocks differ.")
         most = max(map(len, self.table.columns))
-        mine = torch.zeros(1, most, 2, dtype=torch.float64, device=self._group.device)
-        mine[0, : len(step.timed)] = torch.tensor([[each.start, each.end] for each in step.timed], dtype=torch.float64)
+        mine = torch.zeros(1, most, 3, dtype=torch.float64, device=self._group.device)
+        mine[0, : len(timed)] = torch.tensor([each[1:] for each in timed], dtype=torch.float64)
         rows = (await self._group.all_gather(mine)).tolist()
-        times = [
-            [(start, end) for start, end in row[: len(column)]]
-            for row, column in zip(rows, self.table.columns, strict=True)
-        ]
+        times = [row[: len(column)] for row, column in zip(rows, self.table.columns, strict=True)]
         return Measured.of(self.table, times)
 
     async def _share_loss(self, loss: float) -> float:
@@ -253,9 +255,9 @@ class Begun:
     def _carry_out(self, end: int) -> None:
         with torch.set_grad_enabled(not self._executor._is_forward_only):
             for action in self._executor._column[len(self.timed) : end]:
-                start = time.perf_counter()
+                start, waited = time.perf_counter(), self._executor._waited()
                 self._do[action.kind](action)
-                self.timed.append(Timed(action, start, time.perf_counter()))
+                self.timed.append(Timed(action, start, time.perf_counter(), self._executor._waited() - waited))
 
     def _push_all(self) -> None:
         """Until everything is on its way."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monitoring.collectives import CollectiveEvent
 from monitoring.trace import ACTIONS, COLLECTIVES, STEPS, Span
@@ -48,9 +48,11 @@ class LastSteps:
         yield Span(STEPS, f"step {step.step}", "step", start, end, facts)
         if step.data_seconds > 0:
             yield Span(STEPS, "data", "data", start, min(end, start + step.data_seconds))
-        for action, began, ended in step.actions:
+        for action, began, ended, waited in step.actions:
             sends, receives = self._messages(step.step, action)
-            where = {"stage": action.stage, "microbatch": action.microbatch, "step": step.step}
+            where: dict[str, Any] = {"stage": action.stage, "microbatch": action.microbatch, "step": step.step}
+            if waited:
+                where["waited"] = waited
             yield Span(ACTIONS, str(action), action.kind, began, ended, where, sends, receives)
 
     def _messages(self, step: int, action: Action) -> tuple[str, str]:

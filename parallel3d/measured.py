@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,6 +18,8 @@ from parallel3d.schedules.table import Table
 from parallel3d.simulation import Costs, Simulation, simulate
 from runtime.errors import InvalidCall
 
+Moments = tuple[tuple[float, ...], ...]
+"""A column a rank, in seconds."""
 _LATE = 0.1  # of the action's own planned time: what is within that is noise
 _LEAST = 0.0005  # seconds that count as late
 
@@ -27,8 +31,10 @@ class Why(StrEnum):
     """What it needs came late from another rank, though that rank had sent it in time."""
     SLOW_COMPUTE = "slow compute"
     """The action before it took longer than its stage's others."""
+    COLLECTIVE = "waiting for a collective"
+    """The action before it waited longer than its stage's others for tensor-parallel ranks."""
     HELD_UP = "held up"
-    """Its rank did something else: a collective, the operating system, the event loop."""
+    """Its rank did something else: the operating system, the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +58,29 @@ class Measured:
 
     table: Table
     """With communication, as it was carried out."""
-    starts: tuple[tuple[float, ...], ...]
-    ends: tuple[tuple[float, ...], ...]
+    starts: Moments
+    ends: Moments
+    waits: Moments
+    """How long of it each action waited for a collective."""
 
     @classmethod
-    def of(cls, table: Table, times: Sequence[Sequence[tuple[float, float]]]) -> Measured:
-        """From (start, end) of each rank's actions, in the order of its column, on one clock."""
-        first = min(start for column in times for start, _ in column)
+    def of(cls, table: Table, times: Sequence[Sequence[Sequence[float]]]) -> Measured:
+        """From (start, end, seconds waited) of each rank's actions, in the order of its column, on one clock."""
+        first = min(start for column in times for start, _, _ in column)
         return cls(
             table,
-            tuple(tuple(start - first for start, _ in column) for column in times),
-            tuple(tuple(end - first for _, end in column) for column in times),
+            tuple(tuple(start - first for start, _, _ in column) for column in times),
+            tuple(tuple(end - first for _, end, _ in column) for column in times),
+            tuple(tuple(waited for _, _, waited in column) for column in times),
         )
 
     def in_milliseconds(self) -> Measured:
         """The same step in another unit."""
-        starts, ends = (
-            tuple(tuple(1e3 * moment for moment in column) for column in each) for each in (self.starts, self.ends)
+        starts, ends, waits = (
+            tuple(tuple(1e3 * moment for moment in column) for column in each)
+            for each in (self.starts, self.ends, self.waits)
         )
-        return Measured(self.table, starts, ends)
+        return Measured(self.table, starts, ends, waits)
 
     @cached_property
     def makespan(self) -> float:
@@ -141,6 +151,16 @@ class Measured:
                     waited.append(received[1] - sent[0])
         return max(0.0, median(waited or taken or [0.0]))
 
+    def extra_wait(self, rank: int, at: int) -> float:
+        """How much longer an action waited for a collective than its stage's others of its kind usually do."""
+        column, waits = self.table.columns[rank], self.waits[rank]
+        alike = [
+            waited
+            for action, waited in zip(column, waits, strict=True)
+            if (action.kind, action.stage) == (column[at].kind, column[at].stage)
+        ]
+        return waits[at] - median(alike)
+
     @cached_property
     def _times(self) -> dict[Action, tuple[float, float]]:
         return {action: (start, end) for _, action, start, end in self._actions()}
@@ -155,22 +175,28 @@ class Measured:
             "ranks": [[str(action) for action in column] for column in self.table.columns],
             "starts": [list(column) for column in self.starts],
             "ends": [list(column) for column in self.ends],
+            "waits": [list(column) for column in self.waits],
         }
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Measured:
         columns = tuple(tuple(parse_actions(text)[0] for text in column) for column in found["ranks"])
         table = Table(found["schedule"], found["stages"], found["microbatches"], columns)
-        starts, ends = (tuple(tuple(map(float, column)) for column in found[key]) for key in ("starts", "ends"))
-        if not list(map(len, columns)) == list(map(len, starts)) == list(map(len, ends)):
-            raise InvalidCall("a measured step has one start and one end for each action.")
-        return cls(table, starts, ends)
+        starts, ends, waits = (
+            tuple(tuple(map(float, column)) for column in found[key]) for key in ("starts", "ends", "waits")
+        )
+        if not list(map(len, columns)) == list(map(len, starts)) == list(map(len, ends)) == list(map(len, waits)):
+            raise InvalidCall("a measured step has one start, one end and one wait for each action.")
+        return cls(table, starts, ends, waits)
 
     @classmethod
     def load(cls, path: str | Path) -> Measured:
+        """A file that `to_json` made, or the folder of a run: then its last step, in the first replica's pipeline."""
         try:
+            if Path(path).is_dir():
+                return _of_trace(json.loads(gzip.decompress(Path(path, "trace.json.gz").read_bytes())))
             return cls.from_json(json.loads(Path(path).read_text()))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, InvalidCall) as error:
             raise InvalidCall(f"{path} holds no measured step: {error}") from error
 
 
@@ -230,5 +256,30 @@ def _why(measured: Measured, planned: Simulation, rank: int, at: int) -> tuple[W
             lost[Why.HELD_UP, column[max(before, 0)]] -= ends[i] - starts[i]
     if before >= 0:
         expected = planned.ends[rank][before] - planned.starts[rank][before]
-        lost[Why.SLOW_COMPUTE, column[before]] = ends[before] - starts[before] - expected
+        slow, waited = ends[before] - starts[before] - expected, measured.extra_wait(rank, before)
+        lost[Why.COLLECTIVE, column[before]] = min(slow, waited)
+        lost[Why.SLOW_COMPUTE, column[before]] = slow - max(0.0, min(slow, waited))
     return max(lost, key=lost.__getitem__)
+
+
+def _of_trace(trace: dict[str, Any]) -> Measured:
+    """The last step of the pipeline at dp=0 tp=0, from a run's trace."""
+    events = trace["traceEvents"]
+    places = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
+    ranks = sorted(
+        (int(found[1]), rank) for rank, name in places.items() if (found := re.search(r"dp=0 tp=0 pp=(\d+)", name))
+    )
+    actions = [each for each in events if each.get("cat") in Kind.__members__.values() and "args" in each]
+    if not ranks or not actions:
+        raise InvalidCall("it has no actions of a pipeline")
+    last = max(each["args"]["step"] for each in actions)
+    columns, times = [], []
+    for _, rank in ranks:
+        mine = [each for each in actions if each["pid"] == rank and each["args"]["step"] == last]
+        columns.append(tuple(parse_actions(each["name"])[0] for each in mine))
+        times.append(
+            [(each["ts"] / 1e6, (each["ts"] + each["dur"]) / 1e6, each["args"].get("waited", 0.0)) for each in mine]
+        )
+    numbers = [(action.stage, action.microbatch or 0) for column in columns for action in column]
+    table = Table("run", 1 + max(stage for stage, _ in numbers), 1 + max(mb for _, mb in numbers), tuple(columns))
+    return Measured.of(table, times)

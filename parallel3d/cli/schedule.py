@@ -60,7 +60,7 @@ def schedule(
     png: Annotated[Path | None, typer.Option(help="The same as a PNG picture; needs matplotlib.")] = None,
     html: Annotated[Path | None, typer.Option(help="The same as a page, with tables and the critical path.")] = None,
     measured: Annotated[
-        Path | None, typer.Option(help="A step that was measured: planned beside it, in milliseconds.")
+        Path | None, typer.Option(help="A run's folder, or a measured step: planned beside it, in milliseconds.")
     ] = None,
 ) -> None:
     """Draw a pipeline schedule: a row a rank, time to the right, then its makespan, its bubble and what it keeps.

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from monitoring.trace import Span, chrome_trace, to_bytes
 from parallel3d.measured import Late, Measured, Why, compare
 from parallel3d.schedules.actions import Action, Kind, parse_actions
 from parallel3d.schedules.build import SCHEDULES, build
@@ -31,7 +32,7 @@ def as_planned(slower: dict[str, float] | None = None) -> Measured:
         for each, start, end in zip(column, starts, ends, strict=True):
             shift += (slower or {}).get(str(each), 0.0)
             begin = free if each.kind in (Kind.RECV_F, Kind.RECV_B) else start + shift
-            row.append((100 + begin, 100 + end + shift))
+            row.append((100 + begin, 100 + end + shift, 0.0))
             free = end + shift
         times.append(row)
     return Measured.of(TABLE, times)
@@ -63,7 +64,10 @@ def test_costs_lead_back_to_the_step(schedule):
     table = build(schedule, 2, 4, 2 if schedule in ("interleaved", "round-robin", "zbv", "dualpipe-v") else None)
     table = table.with_communication()
     planned = simulate(table, Costs.uniform(table.stages, transfer=0.0))
-    times = [list(zip(*each, strict=True)) for each in zip(planned.starts, planned.ends, strict=True)]
+    times = [
+        [(start, end, 0.0) for start, end in zip(*each, strict=True)]
+        for each in zip(planned.starts, planned.ends, strict=True)
+    ]
     assert compare(Measured.of(table, times)).planned.makespan == pytest.approx(planned.makespan)
 
 
@@ -80,19 +84,23 @@ def test_what_came_late_first(slower, late):
     assert replace(found, seconds=late.seconds) == late
 
 
-def test_a_slow_action_makes_the_next_one_late():
+@pytest.mark.parametrize(("waited", "why"), [(0.0, Why.SLOW_COMPUTE), (0.005, Why.COLLECTIVE)])
+def test_a_slow_action_makes_the_next_one_late(waited, why):
     measured = as_planned()
-    starts, ends = ([list(column) for column in columns] for columns in (measured.starts, measured.ends))
+    starts, ends, waits = (
+        [list(column) for column in columns] for columns in (measured.starts, measured.ends, measured.waits)
+    )
     at = TABLE.columns[1].index(action("1F0"))
     ends[1][at] += 0.006
     for i in range(at + 1, len(ends[1])):
         starts[1][i] += 0.006
         ends[1][i] += 0.006
-    slow = Measured(TABLE, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
+    waits[1][at] = waited
+    slow = Measured(TABLE, *(tuple(map(tuple, columns)) for columns in (starts, ends, waits)))
     found = compare(slow, COSTS)
-    assert (found.first_late.action, found.first_late.why) == (action("1B0"), Why.SLOW_COMPUTE)
+    assert (found.first_late.action, found.first_late.why) == (action("1B0"), why)
     assert found.first_late.because_of == action("1F0")
-    assert str(found.first_late) == "rank 1: 1B0 came 6.0 ms late: slow compute (1F0)"
+    assert str(found.first_late) == f"rank 1: 1B0 came 6.0 ms late: {why} (1F0)"
 
 
 def test_what_is_shown():
@@ -108,8 +116,35 @@ def test_files(tmp_path):
     path.write_text(json.dumps(measured.to_json()))
     assert Measured.load(path) == measured
     path.write_text(json.dumps({**measured.to_json(), "starts": [[0.0]]}))
-    with pytest.raises(InvalidCall, match=r"step\.json holds no measured step: a measured step has one start and one"):
+    with pytest.raises(InvalidCall, match=r"step\.json holds no measured step: a measured step has one start, one end"):
         Measured.load(path)
     path.write_text("[]")
     with pytest.raises(InvalidCall, match=r"step\.json holds no measured step"):
         Measured.load(path)
+
+
+def test_the_last_step_of_a_run(tmp_path):
+    """From its trace: of several replicas, tensor-parallel ranks and steps, one pipeline in one step."""
+    names = {1: "rank 1 (dp=0 tp=0 pp=0)", 0: "rank 0 (dp=0 tp=0 pp=1)", 2: "rank 2 (dp=1 tp=0 pp=0)"}
+    ranks = {
+        rank: [
+            Span(1, str(each), each.kind, step + 0.01 * at, step + 0.01 * at + 0.008, {"step": step, "waited": 0.001})
+            for step in (3, 4)
+            for at, each in enumerate(TABLE.columns[column])
+        ]
+        for rank, column in ((1, 0), (0, 1), (2, 0))
+    }
+    (tmp_path / "trace.json.gz").write_bytes(to_bytes(chrome_trace(ranks, names)))
+    found = Measured.load(tmp_path)
+    assert found.table.columns == TABLE.columns
+    assert (found.table.stages, found.table.microbatches) == (TABLE.stages, TABLE.microbatches)
+    assert found.makespan == pytest.approx(0.01 * max(map(len, TABLE.columns)) - 0.002, abs=1e-6)
+    assert {waited for column in found.waits for waited in column} == {0.001}
+
+
+def test_a_folder_without_a_trace(tmp_path):
+    with pytest.raises(InvalidCall, match=r"holds no measured step: .*trace\.json\.gz"):
+        Measured.load(tmp_path)
+    (tmp_path / "trace.json.gz").write_bytes(to_bytes({"traceEvents": []}))
+    with pytest.raises(InvalidCall, match=r"it has no actions of a pipeline"):
+        Measured.load(tmp_path)
