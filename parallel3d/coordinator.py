@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -32,7 +31,7 @@ from parallel3d.seeding import seed_from_now_on, seed_of
 from parallel3d.sharding import Shards
 from parallel3d.vocabulary import gather_logits, vocab_cross_entropy
 from parallel3d.whole_weights import gather_weights
-from runtime.errors import InvalidCall, NonFiniteGradient, name_rank
+from runtime.errors import InvalidCall, name_rank
 
 
 class Coordinator:
@@ -164,14 +163,13 @@ class Coordinator:
         tensor_waits = self._tensor_waits()
         await under_way.begun.finish()
         reduced = time.perf_counter()
-        loss = await self._settle_loss(under_way)
         rate = self.learning_rate
-        norm = await self._optimizer.step(rate, under_way.gradient_scale)
+        norm, (loss, count) = await self._optimizer.take(rate, self._told(under_way), under_way.scale)
         end = time.perf_counter()
         reduced_bytes, reduced_seconds = self._sync.reduced
         step = TrainStep(
             step=self.step,
-            loss=loss,
+            loss=loss * under_way.scale((loss, count)),
             grad_norm=norm,
             learning_rate=rate,
             tokens=under_way.num_targets,
@@ -218,14 +216,16 @@ class Coordinator:
             raise InvalidCall("backward_pass: call forward_pass before it.")
         under_way, self._begun = self._begun, None
         await under_way.begun.finish()
-        self._scale = under_way.gradient_scale
+        self._scale = under_way.final_scale
 
     async def optimizer_step(self) -> float:
         """Update the weights by the gradients of `backward_pass`; gives the gradients' norm."""
         scale, self._scale = self._scale, None
         if scale is None:
             raise InvalidCall("optimizer_step: call forward_pass and backward_pass before it.")
-        return await self._optimizer.step(self.learning_rate, scale)
+        norm = (await self._optimizer.take(self.learning_rate, scale=lambda _: scale)).norm
+        self._num_steps += 1
+        return norm
 
     async def whole_weights(self) -> dict[str, torch.Tensor] | None:
         """Every parameter of the model by its path, put together from its parts; on the rank at dp=0 tp=0 pp=0, None
@@ -246,29 +246,17 @@ class Coordinator:
         parts = _cut(inputs, num), _cut(targets, num)
         return _Pass(executor.begin(*parts, [weight] * num), int(num_targets), counts_later=known is None)
 
-    async def _settle_loss(self, under_way: _Pass) -> float:
-        """The whole mesh's loss, from the ranks that have the last stage."""
-        mine = [under_way.begun.loss, self._loss.counted()] if self._part.tells_loss else [0.0, 0.0]
-        found = torch.tensor(mine, dtype=torch.float64, device=self.mesh.world.device)
-        loss, count = (await self.mesh.world.all_reduce(found)).tolist()
-        if not math.isfinite(loss):
-            raise await self._not_finite(loss, mine[0])
-        if not under_way.counts_later:
-            return float(loss)
-        under_way.gradient_scale = 1.0 / max(count, 1.0)
-        return float(loss * under_way.gradient_scale)
+    def _told(self, under_way: _Pass) -> tuple[float, float]:
+        """This rank's loss and how much it counts; of each replica, one rank tells."""
+        counted = self._loss.counted()
+        return (under_way.begun.loss, counted) if self._part.tells_loss else (0.0, 0.0)
 
-    async def _not_finite(self, loss: float, mine: float) -> NonFiniteGradient:
-        """Names the replicas it comes from."""
-        told = torch.tensor([math.isfinite(mine)], dtype=torch.int64, device=self.mesh.world.device)
-        finite = (await self.mesh.world.all_gather(told)).tolist()
-        ranks = [rank for rank, is_finite in enumerate(finite) if not is_finite]
-        names = ", ".join(name_rank(rank, self.mesh.topology.coords(rank)) for rank in ranks) or "several together"
-        return NonFiniteGradient(
-            f"the loss of step {self.step} is {loss}, from {names}. The weights are as they were before this step. "
-            "Look at its samples, or lower optimizer.lr.",
-            ranks=tuple(ranks),
-        )
+    async def _settle_loss(self, under_way: _Pass) -> float:
+        """The whole mesh's loss, where no optimizer step brings it along."""
+        found = torch.tensor(self._told(under_way), dtype=torch.float64, device=self.mesh.world.device)
+        sums = (await self.mesh.world.all_reduce(found)).tolist()
+        under_way.final_scale = under_way.scale(sums)
+        return float(sums[0] * under_way.final_scale)
 
     def _checked(self, batch: Batch | tuple[Any, Any]) -> tuple[Any, torch.Tensor]:
         try:
@@ -329,9 +317,13 @@ class _Pass:
     """A batch on its way."""
 
     def __init__(self, begun: Begun, num_targets: int, *, counts_later: bool) -> None:
-        self.begun, self.num_targets, self.counts_later = begun, num_targets, counts_later
-        self.gradient_scale = 1.0
-        """What gradients are still to be multiplied with: only the loss function knew how much it counts."""
+        self.begun, self.num_targets, self._counts_later = begun, num_targets, counts_later
+        self.final_scale = 1.0
+
+    def scale(self, sums: Sequence[float]) -> float:
+        """What loss and gradients are still to be multiplied with, by the sums of what ranks told: 1, unless only the
+        loss function knew how much it counts."""
+        return 1.0 / max(sums[1], 1.0) if self._counts_later else 1.0
 
 
 def _cut(values: Any, num_microbatches: int) -> list[Any]:

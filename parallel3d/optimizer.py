@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,9 +17,22 @@ from parallel3d.gradient_buckets import Bucket, Counts, FlatBucket
 from parallel3d.gradient_norm import SquaredNorm
 from parallel3d.gradient_sync import GradientSync, farewell
 from parallel3d.rank_mesh import Mesh
-from runtime.errors import NonFiniteGradient, name_rank
+from process_groups.tensor_exchange import Outcome
+from runtime.errors import CommunicationError, NonFiniteGradient, name_rank
 
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_, so that clipped gradients are the same
+
+
+Scale = Callable[[Sequence[float]], float]
+
+
+class Taken(NamedTuple):
+    """A step, the same on every rank."""
+
+    norm: float
+    """Of all gradients of the mesh, before they were clipped."""
+    sums: tuple[float, ...]
+    """Of what the ranks told."""
 
 
 class StatePart(NamedTuple):
@@ -55,49 +69,57 @@ class Optimizer:
             self._buckets.setdefault(bucket.dtype, []).append(bucket)
         self.num_steps = 0
         """Steps taken. Set it where the state of an earlier run is put in."""
-        self._shares = mesh.world.empty(mesh.world_size, dtype=torch.float64)
+        # The engine thread's own way to the others: the event loop would cost two hand-overs an exchange.
+        self._exchange = mesh.world.tensor_exchange() if mesh.world_size > 1 else None
 
-    async def step(self, lr: float, scale: float = 1.0) -> float:
-        """Once gradients are summed up: update the weights. Gives the norm of all gradients of the mesh, before it was
-        clipped, which is the same on every rank.
+    async def step(self, lr: float) -> float:
+        """As `take`, with nothing to tell; gives the norm."""
+        return (await self.take(lr)).norm
 
-        scale: what gradients are multiplied with before all else.
+    async def take(self, lr: float, told: Sequence[float] = (), scale: Scale = lambda _: 1.0) -> Taken:
+        """Once gradients are summed up: update the weights.
 
-        Raises NonFiniteGradient on every rank, and leaves the weights as they are, where that norm is not finite. If it
+        told: numbers of this rank, which are added up over all ranks in one go with the norm.
+        scale: what gradients are multiplied with before all else, by those sums.
+
+        Raises NonFiniteGradient on every rank, and leaves the weights as they are, where the norm is not finite. If it
         is cancelled, or fails otherwise, the mesh's groups are closed.
         """
-        if self._mesh.world_size == 1:
-            return await self._mesh.compute(self._alone, lr, scale)
+        stepping = asyncio.ensure_future(self._mesh.compute(self._take, lr, told, scale))
         try:
-            return await self._with_others(lr, scale)
+            taken = await asyncio.shield(stepping)
+            if self._sync.is_sharded:
+                await self._gather()
+            return taken
         except NonFiniteGradient:
             raise
         except BaseException as error:  # some ranks' weights are new, and others' are not
-            self._mesh.abort(farewell(self._mesh, error))
+            self._mesh.abort(error if isinstance(error, CommunicationError) else farewell(self._mesh, error))
+            await asyncio.gather(stepping, return_exceptions=True)  # it ends soon, for its groups are closed
             raise
 
-    async def _with_others(self, lr: float, scale: float) -> float:
-        shares = await self._from_all(await self._mesh.compute(self._norm))
-        norm = scale * math.sqrt(sum(shares))
-        if not math.isfinite(norm):
-            raise self._not_finite(norm, await self._culprits(shares))
-        await self._mesh.compute(self._update, lr, norm, scale)
-        if self._sync.is_sharded:
-            await self._gather()
-        return norm
+    # In the engine thread.
 
-    def _alone(self, lr: float, scale: float) -> float:
-        norm = scale * math.sqrt(self._norm())
+    def _take(self, lr: float, told: Sequence[float], scale: Scale) -> Taken:
+        rows = self._from_all([self._norm(), *told])
+        squares, *columns = zip(*rows, strict=True)
+        sums = [math.fsum(column) if all(map(math.isfinite, column)) else sum(column) for column in columns]
+        factor = scale(sums)
+        norm = factor * math.sqrt(sum(squares))
         if not math.isfinite(norm):
-            raise self._not_finite(norm, [self._mesh.rank])
-        self._update(lr, norm, scale)
-        return norm
+            raise self._not_finite(norm, self._culprits(rows))
+        self._update(lr, norm, factor)
+        return Taken(norm, tuple(sums))
 
-    async def _from_all(self, share: float) -> list[float]:
-        """Every rank's number. A sum in which all others are zero rounds nothing."""
-        self._shares.zero_()[self._mesh.rank] = share
-        await self._mesh.world.all_reduce(self._shares, strategy="default")
-        return self._shares.tolist()
+    def _from_all(self, numbers: list[float]) -> list[list[float]]:
+        """Every rank's numbers."""
+        exchange = self._exchange
+        if exchange is None:
+            return [numbers]
+        exchange.room((1, len(numbers)), torch.float64).copy_(torch.tensor([numbers], dtype=torch.float64))
+        exchange.post(Outcome.JOINED)
+        rows: list[list[float]] = exchange.result().tolist()
+        return rows
 
     def _update(self, lr: float, norm: float, scale: float) -> None:
         self.num_steps += 1
@@ -119,12 +141,12 @@ class Optimizer:
         for work in works:
             await work
 
-    async def _culprits(self, shares: Sequence[float]) -> list[int]:
-        """The ranks whose own gradients are not finite, where they can be told; else those in whose sums it shows."""
-        own = await self._from_all(float(await self._mesh.compute(self._has_strange_strays)))
-        return [rank for rank, found in enumerate(own) if found] or [
-            rank for rank, share in enumerate(shares) if not math.isfinite(share)
-        ]
+    def _culprits(self, rows: Sequence[Sequence[float]]) -> list[int]:
+        """The ranks that told of something that is not finite; else those whose own gradients are seen not to be; else
+        those in whose sums it shows."""
+        told, shares = [numbers[1:] for numbers in rows], [numbers[:1] for numbers in rows]
+        strays = self._from_all([math.inf if self._has_strange_strays() else 0.0])
+        return _not_all_finite(told) or _not_all_finite(strays) or _not_all_finite(shares)
 
     def _has_strange_strays(self) -> bool:
         strays = [each for bucket in self._sync.buckets for each in bucket.strays]
@@ -149,3 +171,7 @@ class Optimizer:
                     values = {name: each[offset : offset + stop - start] for name, each in kept.items()}
                     found.append(StatePart(parameter, start, stop, values))
         return found
+
+
+def _not_all_finite(rows: Sequence[Sequence[float]]) -> list[int]:
+    return [rank for rank, numbers in enumerate(rows) if not all(map(math.isfinite, numbers))]

@@ -67,8 +67,10 @@ def assemble(blueprint: Blueprint, config: RunConfig, mesh: Mesh, exchange: Tens
     owners = dict(_shared_over_ranks(blueprint))
     modules = {path: module for stage in mine for path, module in _modules(blueprint, stage)}
     materialize(model, modules.items(), config.train.seed, DTYPES[config.train.precision], mesh.world.device)
+    # One backward whose gradients stay where autograd makes them is quickest by autograd alone.
+    by_hand = table.splits_backward or table.microbatches > 1 or mesh.dp.size > 1
     stages = {
-        index: Stage(index, table.stages, model.stage(blueprint.layers_per_stage, index), splits_backward=True)
+        index: Stage(index, table.stages, model.stage(blueprint.layers_per_stage, index), splits_backward=by_hand)
         for index in mine
     }
     paths = model.names()

@@ -33,5 +33,17 @@ def test_the_tour_is_correct_on_every_group():
     assert "WRONG" not in out
 
 
+def test_training(tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "model: {args: {layers: 2, width: 16, heads: 2, sequence: 16}}\n"
+        "parallel: {dp: 2}\n"
+        "train: {steps: 3, batch_size: 4}\n"
+    )
+    first, summary, *_ = run(2, str(EXAMPLES / "train.py"), str(config)).splitlines()
+    assert first.startswith("step 0: loss ")
+    assert summary.startswith("3 steps, ")
+
+
 def test_no_example_is_forgotten_here():
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"mesh_tour.py", "overlap.py", "send_recv.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"mesh_tour.py", "overlap.py", "send_recv.py", "train.py"}
