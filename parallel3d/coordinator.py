@@ -28,7 +28,7 @@ from parallel3d.rank_part import RankPart, assemble, measure_cut
 from parallel3d.schedules.actions import Kind
 from parallel3d.schedules.gpipe import gpipe_of_stages
 from parallel3d.schedules.table import Table
-from parallel3d.seeding import seed_from_now_on, seed_of
+from parallel3d.seeding import OwnNumbers, seed_from_now_on, seed_of
 from parallel3d.sharding import Shards
 from parallel3d.vocabulary import gather_logits, vocab_cross_entropy
 from parallel3d.whole_weights import gather_weights
@@ -81,7 +81,7 @@ class Coordinator:
         apart = gpipe_of_stages(blueprint.table.rank_of_stage, blueprint.table.microbatches)
         self._executor_apart = self._make_executor(apart)
         self._evaluator = self._make_executor(apart.forward_only())
-        await rank_mesh.compute(seed_from_now_on, _dropout_seed(config, rank_mesh))
+        await rank_mesh.compute(_seed_dropout, config, part, rank_mesh)
 
     def _make_executor(self, table: Table) -> Executor:
         return Executor(
@@ -339,8 +339,19 @@ def _cut(values: Any, num_microbatches: int) -> list[Any]:
     return list(values.split(len(values) // num_microbatches))
 
 
-def _dropout_seed(config: RunConfig, rank_mesh: Mesh) -> int:
-    """Different for replicas and stages. Tensor-parallel ranks drop the same of what each of them has whole, so theirs
-    is one; where the sequence is cut, each has another part."""
+def _seed_dropout(config: RunConfig, part: RankPart, rank_mesh: Mesh) -> None:
+    """Replicas and stages drop different values. Tensor-parallel ranks drop the same of what each of them has whole.
+    Where the sequence is cut each has another part, and drops of it for itself: but not in the modules around those,
+    where a gradient that was put together from all parts would meet another rank's choice."""
     dp, tp, pp = rank_mesh.coords
-    return seed_of(config.train.seed, f"dropout {dp} {pp} {tp if config.parallel.sequence_parallel else 0}")
+    alike, apart = (seed_of(config.train.seed, f"dropout {dp} {pp} {number}") for number in (0, tp + 1))
+    model, blueprint = part.blueprint.model, part.blueprint
+    sliced = blueprint.shards.sliced(model.row)
+    seed_from_now_on(apart if sliced else alike)
+    if not sliced:
+        return
+    numbers = OwnNumbers(alike, rank_mesh.world.device)
+    for stage in part.stages:
+        for path in model.paths(blueprint.layers_per_stage, stage):
+            if path not in sliced:
+                numbers.give_to(model.module(path))

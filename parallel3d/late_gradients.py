@@ -19,8 +19,10 @@ class LateGradients:
 
     def __init__(self, part: RankPart, mesh: Mesh) -> None:
         self._tp, self._pp = mesh.tp, mesh.pp
-        self._of_sequences = [each for each in part.names if mesh.tp.size > 1 and needs_tp_sum(each)]
-        self._owners = {each: part.owners[name] for each, name in part.names.items() if name in part.owners}
+        trained = {name: each for each, name in part.names.items() if each.requires_grad}
+        self._of_sequences = [each for each in trained.values() if mesh.tp.size > 1 and needs_tp_sum(each)]
+        # By name, because stages may use them in another order, and messages don't say whose gradient they are.
+        self._owners = {trained[name]: part.owners[name] for name in sorted(trained) if name in part.owners}
         self.parameters = tuple(dict.fromkeys([*self._of_sequences, *self._owners]))
 
     async def settle(self) -> None:

@@ -268,8 +268,8 @@ def step_event(step: RunStep) -> dict[str, Any]:
     """The fields of a step in `events.jsonl`."""
     return {
         "step": step.step,
-        "loss": step.loss,
-        "grad_norm": step.grad_norm,
+        "loss": _finite(step.loss),
+        "grad_norm": _finite(step.grad_norm),
         "learning_rate": step.learning_rate,
         "tokens": step.tokens,
         "seconds": step.seconds,

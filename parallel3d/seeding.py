@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from torch import nn
 
 _LARGEST_SEED = 2**63 - 1
 # numpy takes no more.
@@ -53,3 +54,24 @@ def seed_from_now_on(seed: int) -> None:
     """What torch draws in this process."""
     with _TAKING_TURNS:
         torch.manual_seed(seed)
+
+
+class OwnNumbers:
+    """Random numbers beside those of the process: modules that draw from here draw the same in every process that has
+    such modules and the same seed, whatever others drew meanwhile."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._process = torch.default_generator
+        if device.type == "cuda":
+            self._process = torch.cuda.default_generators[device.index]
+        self._kept = torch.Generator(device).manual_seed(seed).get_state()
+
+    def give_to(self, module: nn.Module) -> None:
+        """From now on its forward draws from here."""
+        module.register_forward_pre_hook(self._swap)
+        module.register_forward_hook(self._swap, always_call=True)
+
+    def _swap(self, *_: object) -> None:
+        current = self._process.get_state()
+        self._process.set_state(self._kept)
+        self._kept = current

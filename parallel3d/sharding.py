@@ -99,6 +99,13 @@ class Shards:
     def __iter__(self) -> Iterator[Shard]:
         return iter(self.modules)
 
+    def sliced(self, row: Sequence[str]) -> Sequence[str]:
+        """Of the called modules, those in which each rank has a slice of the sequence."""
+        if self.sequence is None:
+            return ()
+        first, last = map(row.index, self.sequence)
+        return row[first : last + 1]
+
     def logits_cut(self, rank: int) -> Cut | None:
         """The part of the vocabulary whose logits the model gives on a rank; None: all of it."""
         return next((each.cuts(rank)["weight"] for each in self if each.path == self.head), None)
@@ -179,19 +186,11 @@ def apply_shards(model: LayeredModel, shards: Shards, exchange: TensorExchange) 
         return None
     if exchange.size != shards.tp:
         raise InvalidCall(f"the shards are for tp = {shards.tp}, but {exchange.size} ranks exchange tensors.")
-    partners, sliced = Partners(exchange), _sliced(model, shards)
+    partners, sliced = Partners(exchange), shards.sliced(model.row)
     _replace(model, shards, partners, sliced)
     if shards.sequence is not None:
         _cut_sequence(model, sliced, partners)
     return partners
-
-
-def _sliced(model: LayeredModel, shards: Shards) -> tuple[str, ...]:
-    """The called modules in which each rank has a slice of the sequence."""
-    if shards.sequence is None:
-        return ()
-    first, last = map(model.row.index, shards.sequence)
-    return model.row[first : last + 1]
 
 
 def _replace(model: LayeredModel, shards: Shards, partners: Partners, sliced: Sequence[str]) -> None:

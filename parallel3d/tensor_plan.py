@@ -191,7 +191,17 @@ class TensorPlan:
                 raise problem_of_key(
                     _SEQUENCE_KEY, True, message, "Have it replicated, or set sequence_parallel to false."
                 )
+        self._check_tied_over_sequence(row[columns[0] : rows[-1] + 1])
         return row[columns[0]], row[rows[-1]]
+
+    def _check_tied_over_sequence(self, sliced: Sequence[str]) -> None:
+        """A gradient is a part, or it is whole on every rank; both together can't be told apart afterwards."""
+        for paths in self._model.tied().values():
+            owners = [path.rpartition(".")[0] for path in paths]
+            if len({_is_in_one_of(owner, sliced) for owner in owners}) > 1:
+                words = " and ".join(map(_name, owners))
+                message = f"{words} have one parameter, but not all of them are among columns and rows."
+                raise problem_of_key(_SEQUENCE_KEY, True, message, "Set it to false, or don't tie them.")
 
 
 def cut_dim(strategy: str, name: str) -> int | None:

@@ -36,6 +36,40 @@ class Tagger(nn.Module):
         self.classes = nn.Linear(width, vocabulary)
 
 
+def half_frozen(**args: int) -> Tagger:
+    """Weights of its norms are not trained."""
+    model = Tagger(**args)
+    for block in model.blocks:
+        block.norm.weight.requires_grad_(False)
+    return model
+
+
+class Ends(nn.Module):
+    """Two norms, one after the other."""
+
+    def __init__(self, width: int, first: str, second: str) -> None:
+        super().__init__()
+        self.add_module(first, nn.LayerNorm(width))
+        self.add_module(second, nn.LayerNorm(width))
+
+    def forward(self, values):
+        for norm in self.children():
+            values = norm(values)
+        return values
+
+
+class TwiceTied(nn.Module):
+    """Both ends have the same two norms, in another order."""
+
+    def __init__(self, vocabulary: int, width: int, blocks: int) -> None:
+        super().__init__()
+        self.embedding, self.front = nn.Embedding(vocabulary, width), Ends(width, "one", "other")
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.back, self.classes = Ends(width, "other", "one"), nn.Linear(width, vocabulary)
+        for name, norm in self.back.named_children():
+            norm.weight, norm.bias = self.front.get_submodule(name).parameters()
+
+
 def regression(width: int = 4) -> nn.Sequential:
     """Numbers in, numbers out."""
     return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))

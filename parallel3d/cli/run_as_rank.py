@@ -35,9 +35,9 @@ def run_as_rank(file: Path, overrides: Mapping[str, str], place: str, as_json: b
             facts = check_before_start(config, str(file), environment.local_world_size)
         folder = RunFolder.create(config, new_run_id(), place) if is_first else None
     except ConfigError:
-        if is_first:
+        if environment.local_rank == 0:  # another host may lack what rank 0's has
             raise
-        return EXIT_BAD_CONFIG  # rank 0 says it for all
+        return EXIT_BAD_CONFIG  # the host's first rank says it for all
 
     from parallel3d.coordinator import Coordinator
     from parallel3d.unsupervised import RankOwner

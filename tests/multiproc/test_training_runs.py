@@ -229,6 +229,15 @@ def test_under_a_starter_bad_input_is_told_once(folder):
 
 
 @pytest.mark.slow
+def test_under_a_starter_each_host_tells_what_it_lacks(folder):
+    _, other = torch_variables(2, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    changes = settings(parallel__dp=2, data__path="nothing.txt")
+    with run(folder, "run.yaml", *changes, **other) as rank:
+        assert rank.finish(60) == 3
+        assert "data.path" in rank.stderr.text
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dp", "tp", "pp", "llama", "mesh-2x2x2"])
 def test_configurations_run(tmp_path, name):
     file = ROOT / "configs" / f"{name}.yaml"

@@ -8,7 +8,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import parallel3d
-from tests.training import SCHEDULES, check, meshes, settings
+from parallel3d.config import load_config
+from parallel3d.sharded import cut_of
+from tests.training import SCHEDULES, check, meshes, settings, whole_batch
 
 PRECISIONS = {
     "float64": {},
@@ -29,8 +31,24 @@ def variants(world_size: int, precision: str) -> list[dict]:
     return found
 
 
+async def check_dropout(tp: int, *, sequence_parallel: bool) -> None:
+    """What tensor-parallel ranks have in common stays the same on all of them."""
+    given = settings(1, tp, 1, model__args__dropout=0.3, parallel__sequence_parallel=sequence_parallel)
+    async with parallel3d.Coordinator.from_config(load_config(None, overrides=given)) as coordinator:
+        for step in range(2):
+            await coordinator.train_step(whole_batch(coordinator.config, step))
+        for parameter, name in coordinator._part.names.items():
+            if cut_of(parameter) is None:
+                every = await coordinator.mesh.tp.all_gather(parameter.detach().clone().unsqueeze(0))
+                assert (every == every[0]).all(), name
+
+
 async def main() -> None:
-    for given in variants(int(os.environ["WORLD_SIZE"]), os.environ["PRECISION"]):
+    size = int(os.environ["WORLD_SIZE"])
+    if os.environ["PRECISION"] == "float64" and size in (2, 4):
+        for sequence_parallel in (False, True):
+            await check_dropout(size, sequence_parallel=sequence_parallel)
+    for given in variants(size, os.environ["PRECISION"]):
         try:
             await check(given)
         except BaseException as error:

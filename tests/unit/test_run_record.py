@@ -10,7 +10,7 @@ import pytest
 from monitoring.device_peaks import peak_flops
 from monitoring.time_parts import NO_TIME, PARTS, TimeParts, mean_of
 from parallel3d.config import load_config
-from parallel3d.run_record import ModelFacts, RankTotals, RunError, RunRecord, Status
+from parallel3d.run_record import ModelFacts, RankTotals, RunError, RunRecord, Status, step_event
 from runtime.errors import Coords
 
 
@@ -96,7 +96,8 @@ def test_a_run_without_a_step_has_metrics_too():
 
 def test_json_has_no_nan():
     record = record_of()
-    record.take(0, step_message(0, loss=math.nan))
+    step = record.take(0, step_message(0, loss=math.nan))
+    assert step_event(step)["loss"] is None
     assert json.loads(json.dumps(record.metrics(), allow_nan=False))["losses"] == [None]
 
 

@@ -289,6 +289,17 @@ def test_where_the_sequence_cannot_be_cut():
     assert "the model itself has a vocabulary, for which each rank needs the whole sequence" in text
 
 
+def test_a_sequence_is_not_cut_for_one_of_two_places_of_a_parameter():
+    model = gpt()
+    model.whole.norm.weight = model.whole.blocks[1].mlp_norm.weight
+    planned(model)
+    text = "blocks.1.mlp_norm and norm have one parameter, but not all of them are among columns and rows."
+    assert text in refused(dict(model.plan), model, sequence_parallel=True)
+    model.whole.norm = gpt().whole.norm
+    model.whole.blocks[0].mlp_norm.weight = model.whole.blocks[1].mlp_norm.weight
+    planned(model, sequence_parallel=True)
+
+
 # Cut modules.
 
 
