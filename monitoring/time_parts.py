@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-PARTS = ("compute", "tensor", "pipeline", "reduction", "optimizer", "data", "other")
+PARTS = ("compute", "tp_comm", "pp_comm", "dp_comm", "optimizer", "data", "other")
 MEANINGS = {
     "compute": "forward and backward",
-    "tensor": "waiting for tensor-parallel ranks",
-    "pipeline": "sending to other stages and waiting for them",
-    "reduction": "reducing gradients after the last backward",
+    "tp_comm": "waiting for tensor-parallel ranks",
+    "pp_comm": "sending to other stages and waiting for them",
+    "dp_comm": "reducing gradients after the last backward",
     "optimizer": "the optimizer's update",
     "data": "waiting for data",
     "other": "all that is none of these",

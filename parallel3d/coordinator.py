@@ -16,7 +16,7 @@ from parallel3d.blueprint import draw
 from parallel3d.config import RunConfig
 from parallel3d.data import Batch, Batches, Dataset, Sampler, make_dataset
 from parallel3d.executor import Begun, Executor
-from parallel3d.gradient_sync import GradientSync
+from parallel3d.gradient_sync import GradientSync, farewell
 from parallel3d.late_gradients import LateGradients
 from parallel3d.learning_rate import learning_rate
 from parallel3d.losses import StepLoss, make_loss
@@ -32,7 +32,7 @@ from parallel3d.seeding import OwnNumbers, seed_from_now_on, seed_of
 from parallel3d.sharding import Shards
 from parallel3d.vocabulary import gather_logits, vocab_cross_entropy
 from parallel3d.whole_weights import gather_weights
-from runtime.errors import InvalidCall, name_rank
+from runtime.errors import CommunicationError, InvalidCall, NonFiniteGradient, name_rank
 
 
 class Coordinator:
@@ -158,15 +158,14 @@ class Coordinator:
 
     async def train_step(self, batch: Batch | tuple[Any, Any]) -> TrainStep:
         """Forward, backward and update, all microbatches of the batch. The loss is the whole mesh's on every rank."""
-        if self._begun is not None:
-            raise InvalidCall("train_step: a forward_pass waits for its backward_pass.")
+        self._refuse_between_passes("train_step")
         start = time.perf_counter()
         under_way = await self._start(self._executor, batch)
-        tensor_waits = self._tensor_waits()
-        await under_way.begun.finish()
-        reduced = time.perf_counter()
-        rate = self.learning_rate
-        norm, (loss, count) = await self._optimizer.take(rate, self._told(under_way), under_way.scale)
+        tensor_waits, rate = self._tensor_waits(), self.learning_rate
+        async with self._closing_on_failure():
+            await under_way.begun.finish()
+            reduced = time.perf_counter()
+            norm, (loss, count) = await self._optimizer.take(rate, self._told(under_way), under_way.scale)
         end = time.perf_counter()
         reduced_bytes, reduced_seconds = self._sync.reduced
         step = TrainStep(
@@ -191,24 +190,26 @@ class Coordinator:
 
     async def eval_step(self, batch: Batch | tuple[Any, Any]) -> float:
         """The loss of a batch, without gradients and without dropout."""
+        self._refuse_between_passes("eval_step")
         modules = [stage.module for stage in self._part.stages.values()]
         for module in modules:
             module.eval()
         try:
             under_way = await self._start(self._evaluator, batch)
-            await under_way.begun.finish()
-            return await self._settle_loss(under_way)
+            async with self._closing_on_failure():
+                await under_way.begun.finish()
+                return await self._settle_loss(under_way)
         finally:
             for module in modules:
                 module.train()
 
     async def forward_pass(self, batch: Batch | tuple[Any, Any]) -> float:
         """All forwards of a step; gives its loss. `backward_pass` and `optimizer_step` are to follow."""
-        if self._begun is not None:
-            raise InvalidCall("forward_pass: the last one's backward_pass has not been called.")
+        self._refuse_between_passes("forward_pass")
         under_way = await self._start(self._executor_apart, batch)
-        await under_way.begun.forward()
-        loss = await self._settle_loss(under_way)
+        async with self._closing_on_failure():
+            await under_way.begun.forward()
+            loss = await self._settle_loss(under_way)
         self._begun = under_way
         return loss
 
@@ -241,17 +242,45 @@ class Coordinator:
 
     # A pass over a batch.
 
+    def _refuse_between_passes(self, call: str) -> None:
+        if self._begun is not None:
+            raise InvalidCall(f"{call}: a forward_pass waits for its backward_pass.")
+
     async def _start(self, executor: Executor, batch: Batch | tuple[Any, Any]) -> _Pass:
-        inputs, targets = self._checked(batch)
+        """A batch that one replica refuses is refused by all, or they would go on with different steps."""
+        refusal: InvalidCall | None = None
+        try:
+            inputs, targets = self._checked(batch)
+        except InvalidCall as error:
+            refusal, targets = error, torch.empty(0)
         known = self._loss.count(targets)
-        total = torch.tensor([0.0 if known is None else known, targets.numel()], dtype=torch.float64)
-        if self.mesh.dp.size > 1:
-            await self.mesh.dp.all_reduce(total)
-        count, num_targets = total.tolist()
+        dp = self.mesh.dp
+        told = torch.zeros(2 + dp.size, dtype=torch.float64, device=dp.device)
+        told[0], told[1], told[2 + dp.rank] = known or 0.0, targets.numel(), refusal is not None
+        if dp.size > 1:
+            async with self._closing_on_failure():
+                await dp.all_reduce(told)
+        count, num_targets, *refused = told.tolist()
+        if refusal is not None:
+            raise refusal
+        if any(refused):
+            raise InvalidCall(f"the replica at dp={refused.index(1)} refuses its part of this step's batch.")
         weight = 1.0 if known is None else 1.0 / max(count, 1.0)
         num = executor.table.microbatches
         parts = _cut(inputs, num), _cut(targets, num)
         return _Pass(executor.begin(*parts, [weight] * num), int(num_targets), counts_later=known is None)
+
+    @contextlib.asynccontextmanager
+    async def _closing_on_failure(self) -> AsyncGenerator[None, None]:
+        """Ranks that still wait for this one are told; but gradients that are not finite are so on all of them."""
+        try:
+            yield
+        except NonFiniteGradient:
+            raise
+        except BaseException as error:
+            self.mesh.abort(error if isinstance(error, CommunicationError) else farewell(self.mesh, error))
+            self._sync.cancel(error)
+            raise
 
     def _told(self, under_way: _Pass) -> tuple[float, float]:
         """This rank's loss and how much it counts; of each replica, one rank tells."""
@@ -282,7 +311,7 @@ class Coordinator:
                     f"part is train.batch_size({train.batch_size}) / dp({dp}) = {(train.batch_size or 0) // dp}."
                 )
             if tensor.is_floating_point() and not tensor.isfinite().all():
-                row = int((~tensor.flatten(1).isfinite()).any(1).nonzero()[0]) if tensor.dim() > 1 else 0
+                row = int((~tensor.isfinite()).reshape(len(tensor), -1).any(1).nonzero()[0])
                 where = name_rank(self.mesh.rank, self.mesh.coords)
                 raise InvalidCall(f"the batch's {name} on {where} have NaN or infinity, first in sample {row}.")
         device = self.mesh.world.device
@@ -309,7 +338,7 @@ def sync_of(config: RunConfig, part: RankPart, rank_mesh: Mesh) -> GradientSync:
     """For this rank's stages, in the order in which their gradients are there."""
     late = LateGradients(part, rank_mesh)
     column = part.blueprint.table.with_communication().columns[rank_mesh.pp.rank]
-    return GradientSync(
+    sync = GradientSync(
         rank_mesh,
         {index: list(stage.module.parameters()) for index, stage in part.stages.items()},
         [action.stage for action in column if action.kind is Kind.REDUCE_GRAD],
@@ -318,6 +347,8 @@ def sync_of(config: RunConfig, part: RankPart, rank_mesh: Mesh) -> GradientSync:
         late=late.parameters,
         settle_late=late.settle,
     )
+    late.pieces = sync.flat_late(late.of_sequences)
+    return sync
 
 
 class _Pass:

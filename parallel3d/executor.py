@@ -35,8 +35,8 @@ class Gradients(Protocol):
     def begin(self) -> None:
         """Of a step."""
 
-    def last_backward(self, stage: int) -> AbstractContextManager[None]:
-        """Around a stage's last backward, where that is in one piece."""
+    def last_backward(self, stage: int, *, split: bool = False) -> AbstractContextManager[None]:
+        """Around a stage's last backward; `split`: around its weight part."""
 
     def stage_done(self, stage: int) -> None:
         """All gradients of a stage are there."""
@@ -112,7 +112,7 @@ class Executor:
         """Actions up to the first backward."""
         self._is_forward_only = self._num_forward == len(kinds)
         last = {action.stage: action for action in self._column if action.kind in (Kind.B, Kind.W)}
-        self._last_backwards = {action for action in last.values() if action.kind is Kind.B}
+        self._last_backwards = frozenset(last.values())
 
     def _received_from(self, column: Sequence[Action], rank: int) -> list[Action]:
         """The receives in which a column's sends to a rank end, in order."""
@@ -149,9 +149,9 @@ class Executor:
                 await self._gradients.finish()
         except BaseException as error:
             self._mesh.abort(error if isinstance(error, CommunicationError) else self._farewell(error))
+            await asyncio.gather(computing, return_exceptions=True)  # it ends soon, for its groups are closed
             if self._gradients is not None:
                 self._gradients.cancel()
-            await asyncio.gather(computing, return_exceptions=True)  # it ends soon, for its groups are closed
             raise
 
     def _farewell(self, error: BaseException) -> CommunicationError:
@@ -181,6 +181,12 @@ class Executor:
         shared = torch.tensor([loss], dtype=torch.float64, device=self._group.device)
         await self._group.broadcast(shared, root=self.table.rank_of_stage[-1])
         return float(shared)
+
+    def around(self, backward: Action) -> AbstractContextManager[None]:
+        """What has to be around a backward, or around its weight part."""
+        if self._gradients is None or backward not in self._last_backwards:
+            return nullcontext()
+        return self._gradients.last_backward(backward.stage, split=backward.kind is Kind.W)
 
     def autocasting(self) -> AbstractContextManager[Any]:
         """Around a forward; a backward takes the types that its forward had."""
@@ -304,11 +310,8 @@ class Begun:
 
     def _backward(self, action: Action) -> None:
         stage, microbatch = self._stages[action.stage], _microbatch(action)
-        gradients, sync = self._gradients(stage, microbatch), self._executor._gradients
-        if sync is not None and action in self._executor._last_backwards:
-            with sync.last_backward(stage.index):
-                stage.backward(microbatch, gradients)
-        else:
+        gradients = self._gradients(stage, microbatch)
+        with self._executor.around(action):
             stage.backward(microbatch, gradients)
         if not self._pass_gradients_on(stage, microbatch):
             stage.let_go(microbatch)
@@ -321,7 +324,8 @@ class Begun:
 
     def _weight_backward(self, action: Action) -> None:
         stage, microbatch = self._stages[action.stage], _microbatch(action)
-        stage.weight_backward(microbatch)
+        with self._executor.around(action):
+            stage.weight_backward(microbatch)
         self._unfinished.remove((stage, microbatch))
 
     def _reduce(self, action: Action) -> None:

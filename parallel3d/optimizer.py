@@ -106,7 +106,7 @@ class Optimizer:
         sums = [math.fsum(column) if all(map(math.isfinite, column)) else sum(column) for column in columns]
         factor = scale(sums)
         norm = factor * math.sqrt(sum(squares))
-        if not math.isfinite(norm):
+        if not all(map(math.isfinite, (norm, *sums))):
             raise self._not_finite(norm, self._culprits(rows))
         self._update(lr, norm, factor)
         return Taken(norm, tuple(sums))

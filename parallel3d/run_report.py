@@ -13,9 +13,9 @@ from parallel3d.run_record import RunRecord, Status
 
 _COLOURS = {
     "compute": "#62a8ea",
-    "tensor": "#e58fbc",
-    "pipeline": "#f2a93b",
-    "reduction": "#4cc29a",
+    "tp_comm": "#e58fbc",
+    "pp_comm": "#f2a93b",
+    "dp_comm": "#4cc29a",
     "optimizer": "#a993e8",
     "data": "#e2725b",
     "other": "#b3bac5",

@@ -167,9 +167,9 @@ class _Steps:
 def _known_parts(step: TrainStep) -> dict[str, float]:
     return {
         "compute": step.compute_seconds,
-        "tensor": step.tensor_seconds,
-        "pipeline": step.pipeline_seconds + step.transfer_seconds,
-        "reduction": step.reduce_seconds,
+        "tp_comm": step.tensor_seconds,
+        "pp_comm": step.pipeline_seconds + step.transfer_seconds,
+        "dp_comm": step.reduce_seconds,
         "optimizer": step.optimizer_seconds,
         "data": step.data_seconds,
     }

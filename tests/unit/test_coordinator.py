@@ -195,15 +195,32 @@ async def test_passes_in_the_wrong_order():
         with pytest.raises(InvalidCall, match=r"^optimizer_step: call forward_pass and backward_pass"):
             await coordinator.optimizer_step()
         await coordinator.forward_pass(some_numbers())
-        with pytest.raises(InvalidCall, match=r"^forward_pass: the last one's backward_pass has not been called"):
+        with pytest.raises(InvalidCall, match=r"^forward_pass: a forward_pass waits for its backward_pass"):
             await coordinator.forward_pass(some_numbers())
         with pytest.raises(InvalidCall, match=r"^train_step: a forward_pass waits for its backward_pass"):
             await coordinator.train_step(some_numbers())
+        with pytest.raises(InvalidCall, match=r"^eval_step: a forward_pass waits for its backward_pass"):
+            await coordinator.eval_step(some_numbers())
         await coordinator.backward_pass()
         await coordinator.optimizer_step()
         await coordinator.train_step(some_numbers())
 
     await on_mesh(numbers(), main)
+
+
+async def test_what_one_replica_refuses_all_refuse():
+    async def main(coordinator):
+        batch = mine(coordinator, some_numbers())
+        bad = batch[0].clone()
+        bad[2, 1] = torch.inf
+        with pytest.raises(InvalidCall) as caught:
+            await coordinator.train_step((bad, batch[1]) if coordinator.mesh.rank == 1 else batch)
+        return str(caught.value), (await coordinator.train_step(batch)).loss
+
+    (first, loss), (second, other) = await on_mesh(numbers(parallel={"dp": 2}), main)
+    assert first == "the replica at dp=1 refuses its part of this step's batch."
+    assert second.startswith("the batch's inputs on rank 1 (dp=1 tp=0 pp=0) have NaN or infinity, first in sample 2.")
+    assert loss == other
 
 
 async def test_an_evaluation_changes_nothing_and_drops_nothing():

@@ -40,8 +40,8 @@ class Recorded:
         self.told.append("begin")
 
     @contextlib.contextmanager
-    def last_backward(self, stage):
-        self.told.append(("last backward", stage))
+    def last_backward(self, stage, *, split=False):
+        self.told.append(("last weight part" if split else "last backward", stage))
         yield
 
     def stage_done(self, stage):
@@ -79,8 +79,10 @@ async def test_gradients_are_told_of_each_stages_last_backward():
     ]
 
 
-async def test_a_split_backward_has_no_last_piece():
-    assert await told_by("zero-bubble") == [["begin", ("done", rank), "finish"] for rank in (0, 1)]
+async def test_gradients_are_told_of_the_last_weight_part():
+    assert await told_by("zero-bubble") == [
+        ["begin", ("last weight part", rank), ("done", rank), "finish"] for rank in (0, 1)
+    ]
 
 
 async def test_gradients_are_told_of_a_failed_step():

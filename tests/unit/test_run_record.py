@@ -36,8 +36,8 @@ def step_message(step: int, seconds: float = 0.5, *, loss: float = 1.0, compute:
 
 
 def test_parts_add_up_to_the_wall_time_and_none_is_below_zero():
-    parts = TimeParts.of(1.0, {"compute": 0.6, "pipeline": 0.1})
-    assert parts.to_json() == pytest.approx(dict.fromkeys(PARTS, 0.0) | {"compute": 0.6, "pipeline": 0.1, "other": 0.3})
+    parts = TimeParts.of(1.0, {"compute": 0.6, "pp_comm": 0.1})
+    assert parts.to_json() == pytest.approx(dict.fromkeys(PARTS, 0.0) | {"compute": 0.6, "pp_comm": 0.1, "other": 0.3})
     assert parts.total == pytest.approx(1.0)
     assert TimeParts.of(1.0, {"compute": 1.5}).to_json()["other"] == 0.0
     assert sum(parts.shares().values()) == pytest.approx(1.0)

@@ -119,7 +119,7 @@ def test_the_end(record, capsys):
     assert summary(record, "runs/id").splitlines() == [
         "completed: 3 of 40 steps, loss 4.0000 to 2.0000, 200 tokens/s",
         "",
-        "where the time went        compute     tensor   pipeline  reduction  optimizer       data      other",
+        "where the time went        compute    tp_comm    pp_comm    dp_comm  optimizer       data      other",
         "rank 0 (dp=0 tp=0 pp=0)     60.0 %      0.0 %      0.0 %      0.0 %      0.0 %     20.0 %     20.0 %",
         "rank 1 (dp=0 tp=0 pp=1)     60.0 %      0.0 %      0.0 %      0.0 %      0.0 %     20.0 %     20.0 %",
         "all ranks                   60.0 %      0.0 %      0.0 %      0.0 %      0.0 %     20.0 %     20.0 %",
