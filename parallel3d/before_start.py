@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,33 +16,41 @@ if TYPE_CHECKING:
     from parallel3d.blueprint import Blueprint
 
 
-def check_before_start(config: RunConfig, source: str = "", num_local: int | None = None) -> ModelFacts:
+Locate = Callable[[str], Place]
+"""Where the value of a key stands, as errors name it; of "" the file."""
+
+
+def nowhere(key: str) -> Place:
+    """For a configuration that came from no file."""
+    return Place("")
+
+
+def check_before_start(config: RunConfig, locate: Locate = nowhere, num_local: int | None = None) -> ModelFacts:
     """Build the pipeline's table, the model without memory, its tensor plan and its dataset, and find its loss.
 
-    source: how errors name the file. num_local: ranks on this host, if not all of them.
+    locate: how errors name places. num_local: ranks on this host, if not all of them.
     Raises ConfigError, which names the key at fault.
     """
-    with _naming(source):
+    with _naming(locate):
         return _check(config, config.world_size if num_local is None else num_local)
 
 
-def draw_before_start(config: RunConfig, source: str = "") -> Blueprint:
+def draw_before_start(config: RunConfig, locate: Locate = nowhere) -> Blueprint:
     """The run as it will be, without memory for its model. Raises ConfigError, as above."""
-    with _naming(source):
+    with _naming(locate):
         return _drawn(config)
 
 
 @contextlib.contextmanager
-def _naming(source: str) -> Iterator[None]:
-    """Errors in here name the file."""
+def _naming(locate: Locate) -> Iterator[None]:
+    """Errors in here name the file, and their place in it."""
     try:
         yield
     except ConfigProblems as error:
-        place = Place(source)
-        problems = [each if each.place.source else replace(each, place=place) for each in error.problems]
+        problems = [each if each.place.source else replace(each, place=locate(each.path)) for each in error.problems]
         raise ConfigProblems(problems) from error
     except InvalidCall as error:
-        raise ConfigError(f"{source}  {error}") from error
+        raise ConfigError(f"{locate('')}  {error}") from error
 
 
 def _drawn(config: RunConfig) -> Blueprint:

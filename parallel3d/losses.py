@@ -39,6 +39,11 @@ class CrossEntropy:
         self._total = total
 
     def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if output.shape[:-1].numel() != target.numel():
+            raise InvalidCall(
+                f"model.loss = cross_entropy: the model gives {tuple(output.shape)}, the last for the classes, so the "
+                f"target must be {tuple(output.shape[:-1])} class numbers, but is {tuple(target.shape)}."
+            )
         return self._total(output, target)
 
     def count(self, targets: torch.Tensor) -> float:
@@ -77,12 +82,19 @@ class OwnLoss:
         self._counted = 0.0
 
     def __call__(self, output: Any, target: Any) -> torch.Tensor:
-        found = self._function(self._whole(output), target)
+        output = self._whole(output)
+        found = self._function(output, target)
         total, count = found if isinstance(found, tuple) else (found * len(target), len(target))
         if not isinstance(total, torch.Tensor) or total.dim():
             raise InvalidCall(
                 f"model.loss = {self._name} gives {_shape(total)}; a mean over the samples, or (sum, count), is "
-                "needed, each a single number."
+                "needed, where mean and sum are tensors of a single number."
+            )
+        learns = isinstance(output, torch.Tensor) and output.requires_grad
+        if learns and not total.requires_grad and float(count):  # where nothing counts, a plain zero is as good
+            raise InvalidCall(
+                f"model.loss = {self._name} gives a tensor that no gradient leads back from: nothing would be learned. "
+                "Look for .detach(), .item(), torch.no_grad() or torch.tensor(...) in it."
             )
         self._counted += float(count)
         return total
@@ -96,7 +108,7 @@ class OwnLoss:
 
 
 def _shape(value: object) -> str:
-    return f"a tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    return f"a tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
 def make_loss(name: str, cross_entropy: Sum = cross_entropy_sum, whole: Whole = lambda output: output) -> StepLoss:

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from parallel3d.cuts import Cut, StageCosts, best_cut, bounds, counted_once, even_cut, given_cut, summed
@@ -32,11 +33,25 @@ class Chain(nn.Module):
 
     def forward(self, *values: Any) -> Any:
         # Not `children()`, which leaves out a layer's second place if it has two.
-        for layer in self._modules.values():
+        for name, layer in self._modules.items():
             assert layer is not None
-            output = layer(*values)
+            try:
+                output = layer(*values)
+            except Exception as error:
+                error.add_note(f"Layer {name} of the model, {type(layer).__name__}, was given {_given(values)}.")
+                raise
             values = tuple(output) if isinstance(output, tuple | list) else (output,)
         return output
+
+
+def _given(values: tuple[Any, ...]) -> str:
+    """`float32 (4, 10), int64 (4,)`."""
+    return ", ".join(
+        f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        if isinstance(value, torch.Tensor)
+        else type(value).__name__
+        for value in values
+    )
 
 
 @dataclass(frozen=True)

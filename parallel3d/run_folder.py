@@ -69,7 +69,7 @@ class RunFolder:
         folder = RunFolder(path, run_id)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            folder._write("config.yaml", config.to_yaml())
+            folder._write("config.yaml", _elsewhere(config).to_yaml())
             folder._write("endpoints.json", as_json({"run_id": run_id, "pid": os.getpid()}))
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             folder._events = os.open(path / "events.jsonl", flags, 0o666)
@@ -126,6 +126,11 @@ class RunFolder:
     def metrics(self, record: RunRecord) -> dict[str, Any]:
         """The content of `metrics.json`."""
         return {"run_id": self.run_id, "run_dir": str(self.path), **record.metrics()}
+
+
+def _elsewhere(config: RunConfig) -> RunConfig:
+    """The same run in a folder of its own: this one is not empty any more, and would be refused."""
+    return config.model_copy(update={"runtime": config.runtime.model_copy(update={"run_dir": None})})
 
 
 def write_span_file(folder: Path, rank: int, spans: Iterable[Span]) -> None:

@@ -7,12 +7,13 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from parallel3d.before_start import check_before_start
-from parallel3d.config import RunConfig, load_config
+from parallel3d.before_start import Locate, check_before_start, nowhere
+from parallel3d.config import RunConfig, load_config, locate
 from parallel3d.run_folder import RunFolder, check_run_dir, new_run_id
 from parallel3d.run_record import ModelFacts, RunError, RunRecord, RunStep, Status, step_event
 from runtime.control import Message
@@ -52,7 +53,8 @@ def start(config: str | Path | RunConfig, *, overrides: Mapping[str, Any] | None
         return Run(config)
     place = "overrides runtime.run_dir" if overrides and "runtime.run_dir" in overrides else str(config)
     loaded = load_config(config, overrides=overrides or {}, overrides_are="overrides")
-    return Run(loaded, source=str(config), place=place)
+    where = partial(locate, config, overrides or {}, overrides_are="overrides")
+    return Run(loaded, locate=where, place=place)
 
 
 def warm_up_for(config: RunConfig) -> WarmServer:
@@ -90,17 +92,17 @@ class Run:
         self,
         config: RunConfig,
         *,
-        source: str = "",
+        locate: Locate = nowhere,
         place: str = "runtime.run_dir",
         facts: ModelFacts | None = None,
         warm: WarmServer | None = None,
         target: Target | None = None,
         on_step: Callable[[RunStep], None] | None = None,
     ) -> None:
-        """source: how errors name the file. place: where the user named the folder. facts: of an earlier check."""
+        """locate: how errors name places. place: where the user named the folder. facts: of an earlier check."""
         check_run_dir(config, place)
         self.config, self.run_id = config, new_run_id()
-        self._source, self._place, self._facts = source, place, facts
+        self._locate, self._place, self._facts = locate, place, facts
         self._warm, self._target, self._on_step = warm, target or _RANK, on_step
         self._wish: dict[str, Any] = {"number": 0, "stops": False, "learning_rate": None}
         self._waiting: dict[int, asyncio.Future[int | None]] = {}
@@ -145,7 +147,7 @@ class Run:
     async def _check(self) -> ModelFacts:
         """In a thread that no program waits for: a factory of the user's may take its time."""
         thread = DaemonThreads("parallel3d-check", limit=1)
-        checking = thread.submit(check_before_start, self.config, self._source)
+        checking = thread.submit(check_before_start, self.config, self._locate)
         thread.stop()
         return await asyncio.wrap_future(checking)
 

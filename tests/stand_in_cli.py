@@ -13,5 +13,5 @@ from runtime.script import Target
 from tests.stand_in import SCRIPT
 
 parallel3d.training_run._RANK = Target(SCRIPT)
-parallel3d.before_start.check_before_start = lambda config, source: ModelFacts(parameters=12)
+parallel3d.before_start.check_before_start = lambda config, locate: ModelFacts(parameters=12)
 main()

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,11 +16,12 @@ import typer
 
 from parallel3d.cli.early import open_standard_fds
 from parallel3d.cli.validate import EXIT_BAD_CONFIG, parse_settings
-from parallel3d.config import RunConfig, load_config
+from parallel3d.config import RunConfig, load_config, locate
 from parallel3d.config.errors import ConfigProblems
 from runtime.errors import ConfigError
 
 if TYPE_CHECKING:
+    from parallel3d.before_start import Locate
     from parallel3d.run_record import ModelFacts, RunStep
     from parallel3d.training_run import Run
     from runtime.launch_spec import WarmServer
@@ -66,10 +68,10 @@ def _run(file: Path, overrides: Mapping[str, str], place: str, as_json: bool) ->
         from parallel3d.cli.run_as_rank import run_as_rank
 
         return run_as_rank(file, overrides, place, as_json)
-    return _supervise(load_config(file, overrides=overrides), str(file), place, as_json)
+    return _supervise(load_config(file, overrides=overrides), partial(locate, file, overrides), place, as_json)
 
 
-def _supervise(config: RunConfig, source: str, place: str, as_json: bool) -> int:
+def _supervise(config: RunConfig, locate: Locate, place: str, as_json: bool) -> int:
     from parallel3d.before_start import check_before_start
     from parallel3d.run_folder import check_run_dir
     from parallel3d.training_run import warm_up_for
@@ -82,7 +84,7 @@ def _supervise(config: RunConfig, source: str, place: str, as_json: bool) -> int
         warm = warm_up_for(config)  # imports torch while this process does
         try:
             with redirect_stdout(sys.stderr):  # what a factory of the user's prints is not our data
-                facts = check_before_start(config, source)
+                facts = check_before_start(config, locate)
             return _train(config, place, facts, warm, as_json)
         finally:
             warm.discard()

@@ -8,12 +8,13 @@ import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 
 from parallel3d.before_start import check_before_start
 from parallel3d.cli.run_text import LiveLine, say_summary
 from parallel3d.cli.validate import EXIT_BAD_CONFIG
-from parallel3d.config import load_config
+from parallel3d.config import load_config, locate
 from parallel3d.run_folder import RunFolder, check_run_dir, new_run_id
 from parallel3d.run_record import Status
 from runtime.environment import read_environment
@@ -32,7 +33,7 @@ def run_as_rank(file: Path, overrides: Mapping[str, str], place: str, as_json: b
         if is_first:  # the others may find what rank 0 has written by now
             check_run_dir(config, place)
         with redirect_stdout(sys.stderr):  # what a factory of the user's prints is not our data
-            facts = check_before_start(config, str(file), environment.local_world_size)
+            facts = check_before_start(config, partial(locate, file, overrides), environment.local_world_size)
         folder = RunFolder.create(config, new_run_id(), place) if is_first else None
     except ConfigError:
         if environment.local_rank == 0:  # another host may lack what rank 0's has

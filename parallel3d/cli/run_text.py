@@ -114,6 +114,8 @@ def summary(record: RunRecord, folder: str) -> str:
         lines += ["", time_table(record)]
         if record.num_warm_up:
             lines.append(f"(speed and times leave out {record.num_warm_up} steps of warm-up)")
+    if record.error is not None and record.steps:  # what was said of it stands above the table, and far up
+        lines += ["", record.error.message]
     return "\n".join(
         [*lines, "", f"files: {folder}/ (report.html, metrics.json, events.jsonl, trace.json.gz, config.yaml)"]
     )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from parallel3d.cli.validate import EXIT_BAD_CONFIG, parse_settings
-from parallel3d.config import RunConfig, load_config
+from parallel3d.config import RunConfig, load_config, locate
 from parallel3d.config.errors import ConfigProblems
 
 if TYPE_CHECKING:
@@ -38,8 +39,9 @@ def shards(
     from parallel3d.before_start import draw_before_start
 
     try:
-        config = load_config(file, overrides=parse_settings(settings or []))
-        blueprint = draw_before_start(config, str(file))
+        overrides = parse_settings(settings or [])
+        config = load_config(file, overrides=overrides)
+        blueprint = draw_before_start(config, partial(locate, file, overrides))
     except ConfigProblems as error:
         if not as_json:
             raise

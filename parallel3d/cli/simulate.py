@@ -124,7 +124,7 @@ def _as_text(file: Path, result: Simulation) -> str:
     kinds = Counter(step.action.kind for step in steps)
     busy = ", ".join(f"{kinds[kind]} {kind}" for kind in Kind if kind in kinds)
     moves = sum(step.reason is Reason.DATA for step in steps)
-    travel = sum(step.transfer for step in steps)
+    takes, travel = "takes" if moves == 1 else "take", sum(step.transfer for step in steps)
     ranks = " ".join(f"{100 * ratio:.1f}" for ratio in result.rank_bubble_ratios)
     peaks = " ".join(map(str, result.peak_activations))
     return "\n".join(
@@ -133,7 +133,7 @@ def _as_text(file: Path, result: Simulation) -> str:
             f"makespan          {number(result.makespan)}",
             f"bubble            {percent(result.bubble_ratio)}; by rank: {ranks}",
             f"peak activations  by stage: {peaks}",
-            f"critical path     {busy}; {count(moves, 'change')} of rank, which take {number(travel)}",
+            f"critical path     {busy}; {count(moves, 'change')} of rank, which {takes} {number(travel)}",
         )
     )
 

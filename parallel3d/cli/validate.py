@@ -26,7 +26,11 @@ def validate(
         bool, typer.Option("--json", help="Print the resolved configuration, or the errors, as JSON.")
     ] = False,
 ) -> None:
-    """Check a run's configuration: everything that is wrong at once, with its place and remedy."""
+    """Check a run's configuration: everything that is wrong at once, with its place and remedy.
+
+    What it names is not imported or opened: `parallel3d shards` also builds the model, and `parallel3d run` looks at
+    model, loss and data before it starts a rank.
+    """
     overrides = parse_settings(settings or [])
     try:
         config = load_config(file, overrides=overrides, world_size=world)

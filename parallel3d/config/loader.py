@@ -53,6 +53,23 @@ def load_config(
     return config.model_copy(update={"train": train})
 
 
+def locate(
+    path: str | os.PathLike[str] | None,
+    overrides: Mapping[str, Any],
+    key: str,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    overrides_are: str = "--set",
+) -> Place:
+    """Where a value stands that `load_config` took, for a problem that shows only when it is used.
+
+    key: as in such a problem, `model.args.path` or `parallel.tensor_plan["blocks.*"]`; "" is the file.
+    """
+    tree, _ = _tree(path, overrides, environ, overrides_are)
+    names, _, inside = key.partition('["')
+    return place_of((*names.split("."), *([inside.removesuffix('"]')] if inside else [])), tree)
+
+
 def _tree(
     path: str | os.PathLike[str] | None, overrides: Mapping[str, Any], environ: Mapping[str, str], overrides_are: str
 ) -> tuple[Node, list[Problem]]:

@@ -15,11 +15,13 @@ _INTRODUCTION = """\
 # Configuration
 
 Every key of the YAML file. All are optional: an empty file is a valid run on one rank.
-`parallel3d validate run.yaml` checks a file and lists everything that is wrong with it;
+`parallel3d validate run.yaml` checks a file and lists everything that is wrong with it, without building what it names;
 `parallel3d schema` prints the JSON Schema that lets an editor complete and check keys.
 
 The environment overrides the file: `PARALLEL3D_PARALLEL__PP=4` sets `parallel.pp`.
-`--set parallel.pp=4` overrides both.
+`--set parallel.pp=4` overrides both. A value is read as YAML; a mapping is laid over the one in the file key by key,
+and takes none of its keys away: `--set 'model.args={width: 64}'` leaves the other arguments as they are.
+Paths in it are relative to the current folder, not to the file.
 """
 _ALIASES_TITLE = """\
 ## Other spellings

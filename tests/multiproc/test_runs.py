@@ -64,7 +64,8 @@ async def test_a_run_from_its_first_step_to_its_summary(tmp_path):
     assert (summary.status, summary.steps, summary.final_loss) == (Status.COMPLETED, 6, 5.0)
     folder = tmp_path / "run"
     assert sorted(path.name for path in folder.iterdir()) == FILES
-    assert load_config(folder / "config.yaml", environ={}) == config
+    kept = load_config(folder / "config.yaml", overrides={"runtime.run_dir": str(folder)}, environ={})
+    assert kept == config
     assert metrics(tmp_path) == json.loads(json.dumps(summary.metrics))
     found = metrics(tmp_path)
     assert found["world_size"] == 2

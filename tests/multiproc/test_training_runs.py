@@ -260,6 +260,8 @@ async def test_from_an_async_app(folder, monkeypatch):
 async def test_an_app_is_told_what_is_wrong_before_a_rank_starts(folder, monkeypatch):
     monkeypatch.chdir(folder)
     wrong = {"parallel.tensor_plan": {"nothing.*": "column"}, "parallel.tp": 2}
-    with pytest.raises(parallel3d.ConfigError, match=r"^run.yaml  parallel.tensor_plan\[\"nothing"):
+    with pytest.raises(
+        parallel3d.ConfigError, match=r"^overrides parallel.tensor_plan  parallel.tensor_plan\[\"nothing"
+    ):
         await parallel3d.start("run.yaml", overrides=wrong).__aenter__()
     assert sorted(os.listdir(folder)) == ["own.py", "own.yaml", "run.yaml"]

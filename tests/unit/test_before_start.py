@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from parallel3d.before_start import check_before_start, flops_per_token
-from parallel3d.config import load_config
+from parallel3d.config import load_config, locate
+from parallel3d.config.errors import Place
 from runtime.errors import ConfigError
 
 SMALL = {"model.args.layers": 2, "model.args.width": 16, "model.args.heads": 2, "model.args.sequence": 8}
@@ -17,7 +18,7 @@ def config_of(**overrides):
 
 def refusal(**overrides) -> str:
     with pytest.raises(ConfigError) as error:
-        check_before_start(config_of(**overrides), "run.yaml")
+        check_before_start(config_of(**overrides), lambda key: Place("run.yaml"))
     return str(error.value)
 
 
@@ -55,3 +56,16 @@ def test_a_plan_and_a_path_that_lead_nowhere():
         'run.yaml  parallel.tensor_plan["nothing.*"]'
     )
     assert refusal(**{"data.path": "/nowhere"}).startswith('run.yaml  data.path = "/nowhere"')
+
+
+def test_a_refusal_says_where_its_value_stands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("data: {path: nowhere}\nparallel:\n  tp: 2\n  tensor_plan: {no.*: column}\n")
+
+    def place(key, **overrides):
+        return str(locate("run.yaml", overrides, key, environ={}))
+
+    assert place("data.path") == "run.yaml:1:14"
+    assert place("data.path", **{"data.path": "gone"}) == "--set data.path"
+    assert place('parallel.tensor_plan["no.*"]') == "run.yaml:4:23"
+    assert place("model.factory") == place("") == "run.yaml"

@@ -45,6 +45,18 @@ def sum_and_count(output, target):
     return (output - target)[kept].square().sum(), kept.sum()
 
 
+def plain(output, target):
+    return 1.0
+
+
+def detached(output, target):
+    return (output - target).square().mean().detach()
+
+
+def nothing_counts(output, target):
+    return torch.tensor(0.0), 0
+
+
 def per_sample(output, target):
     return (output - target).square()
 
@@ -64,3 +76,23 @@ def test_a_function_of_the_users_own(name):
 def test_a_function_that_gives_no_single_number_is_named():
     with pytest.raises(InvalidCall, match=r"per_sample gives a tensor of \(6,\); a mean over the samples, or \(sum, c"):
         make_loss(f"{__name__}:per_sample")(torch.zeros(6), torch.zeros(6))
+    with pytest.raises(InvalidCall, match=r"plain gives a float; .* mean and sum are tensors of a single number\.$"):
+        make_loss(f"{__name__}:plain")(torch.zeros(6), torch.zeros(6))
+
+
+def test_a_function_that_no_gradient_leads_back_from_is_named():
+    output = torch.ones(6, requires_grad=True)
+    with pytest.raises(InvalidCall, match=r"detached gives a tensor that no gradient leads back from"):
+        make_loss(f"{__name__}:detached")(output, torch.zeros(6))
+    with torch.no_grad():
+        make_loss(f"{__name__}:detached")(output * 1, torch.zeros(6))  # evaluation
+    assert make_loss(f"{__name__}:nothing_counts")(output, torch.zeros(6)) == 0
+
+
+def test_targets_that_are_no_class_numbers_are_named():
+    loss = make_loss("cross_entropy")
+    with pytest.raises(
+        InvalidCall, match=r"the model gives \(4, 3\), .* must be \(4,\) class numbers, but is \(4, 3\)"
+    ):
+        loss(torch.zeros(4, 3), torch.zeros(4, 3))
+    assert loss(torch.zeros(8, 3), torch.zeros(2, 4, dtype=torch.int64)) > 0  # flattened by the model

@@ -599,3 +599,10 @@ def test_tuples_and_tensors_without_gradient_are_passed_on():
 def test_a_partition_is_a_value():
     model = perceptron(2, 2, 2)
     assert partition(model, 2) == partition(model, 2, [1, 1]) == Partition(("0", "1"), tuple(model), (1, 1))
+
+
+def test_a_layer_that_raises_is_named_with_what_it_was_given():
+    cut = partition(perceptron(2, 2, 2), 1)
+    with pytest.raises(RuntimeError) as caught:
+        cut.module_of(0)(torch.zeros(4, 3))
+    assert caught.value.__notes__ == ["Layer 0 of the model, Linear, was given float32 (4, 3)."]

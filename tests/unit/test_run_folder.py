@@ -56,6 +56,13 @@ async def test_what_a_run_leaves(here):
     assert "0F0" in {event["name"] for event in trace["traceEvents"]}
 
 
+def test_the_configuration_it_keeps_can_be_run_again(here):
+    config = config_of(Path("mine"))
+    kept = load_config(RunFolder.create(config, "id").config, environ={})
+    check_run_dir(kept, "config.yaml")
+    assert kept == config_of()
+
+
 async def test_spans_that_were_gathered_otherwise(here):
     folder = RunFolder.create(config_of(), "id")
     await folder.complete(RunRecord(config_of()), {3: [Span(ACTIONS, "3F0", "F", 1.0, 2.0)]})

@@ -8,7 +8,7 @@ import pytest
 
 from parallel3d.cli.run_text import LiveLine, say_summary, show_bytes, summary, time_table
 from parallel3d.config import load_config
-from parallel3d.run_record import ModelFacts, RunRecord, Status
+from parallel3d.run_record import ModelFacts, RunError, RunRecord, Status
 from tests.unit.test_run_record import step_message
 
 
@@ -133,3 +133,11 @@ def test_the_end(record, capsys):
     assert err.startswith("completed")
     say_summary(record, "runs/id", {"a": 1}, as_json=False)
     assert capsys.readouterr().out.startswith("completed")
+
+
+def test_a_failure_is_said_again_below_the_table(record):
+    record.error = RunError("rank 1 failed: ValueError: no", 1)
+    record.status = Status.FAILED
+    assert "ValueError" not in summary(record, "runs/id")  # it stands right above
+    record.take(0, step_message(0))
+    assert summary(record, "runs/id").splitlines()[-4:-1] == ["", "rank 1 failed: ValueError: no", ""]

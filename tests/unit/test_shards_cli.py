@@ -129,13 +129,13 @@ def test_what_does_not_fit_is_refused(shards):
     assert shards("--set", PLAN) == Outcome(
         3,
         "",
-        'run.yaml  parallel.tensor_plan["blocks.*.mlp.upp"] = "column": no module has such a path.\n'
-        "          The nearest is blocks.0.mlp.up.\n",
+        '--set parallel.tensor_plan  parallel.tensor_plan["blocks.*.mlp.upp"] = "column": no module has such a path.\n'
+        "                            The nearest is blocks.0.mlp.up.\n",
     )
     code, text, stderr = shards("--json", "--set", PLAN)
     assert (code, stderr) == (3, "")
     (error,) = json.loads(text)["errors"]
-    assert (error["file"], error["path"]) == ("run.yaml", 'parallel.tensor_plan["blocks.*.mlp.upp"]')
+    assert (error["file"], error["path"]) == ("--set parallel.tensor_plan", 'parallel.tensor_plan["blocks.*.mlp.upp"]')
 
 
 def test_a_wrong_configuration_is_refused(shards):
