@@ -15,11 +15,13 @@ setup: .venv/.installed
 run: setup
 	@$(BIN)/parallel3d run configs/mesh-2x2x2.yaml
 
+# Tests without processes of their own on all cores; those with ranks one after the other, for they use all cores.
 test: setup
-	$(BIN)/pytest tests
+	$(BIN)/pytest tests/unit --numprocesses auto --dist loadfile
+	$(BIN)/pytest tests/multiproc tests/fault
 
 quick: setup
-	$(BIN)/pytest tests -m 'not slow'
+	$(BIN)/pytest tests -m 'not slow' --numprocesses auto --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .

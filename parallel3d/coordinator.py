@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 
+from monitoring.collectives import bus_factor
 from parallel3d.blueprint import draw
 from parallel3d.config import RunConfig
 from parallel3d.data import Batch, Batches, Dataset, Sampler, make_dataset
@@ -48,6 +49,8 @@ class Coordinator:
         self._own_rate: float | None = None
         self._dataset: Dataset | None = None
         self._waited = 0.0
+        self._summed = 0, 0.0
+        """Bytes and seconds of the tensor-parallel sums that were told of."""
         self._scale: float | None = None
         """Of the gradients that `backward_pass` left."""
 
@@ -167,7 +170,6 @@ class Coordinator:
             reduced = time.perf_counter()
             norm, (loss, count) = await self._optimizer.take(rate, self._told(under_way), under_way.scale)
         end = time.perf_counter()
-        reduced_bytes, reduced_seconds = self._sync.reduced
         step = TrainStep(
             step=self.step,
             loss=loss * under_way.scale((loss, count)),
@@ -180,8 +182,7 @@ class Coordinator:
             optimizer_seconds=end - reduced,
             tensor_seconds=self._tensor_waits() - tensor_waits,
             actions=tuple(under_way.begun.timed),
-            reduced_bytes=reduced_bytes,
-            reduced_seconds=reduced_seconds,
+            all_reduce_bandwidth=self._sync.bus_bandwidth or self._tensor_bandwidth(),
         )
         self._waited = 0.0
         self._num_steps += 1
@@ -317,6 +318,15 @@ class Coordinator:
         device = self.mesh.world.device
         moved = [each.to(device) for each in tensors]
         return (tuple(moved) if isinstance(inputs, tuple | list) else moved[0]), targets.to(device)
+
+    def _tensor_bandwidth(self) -> float | None:
+        """Since it was asked for last."""
+        if self._part.partners is None:
+            return None
+        exchange, (num_bytes, seconds) = self._part.partners.exchange, self._summed
+        self._summed = exchange.summed.num_bytes, exchange.summed.seconds
+        moved, took = self._summed[0] - num_bytes, self._summed[1] - seconds
+        return bus_factor("all_reduce", exchange.size) * moved / took / 1e9 if took > 0 else None
 
     def _tensor_waits(self) -> float:
         return 0.0 if self._part.partners is None else self._part.partners.exchange.waited

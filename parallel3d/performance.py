@@ -40,9 +40,9 @@ class TrainStep:
     """How long this rank waited for its tensor-parallel peers."""
     actions: tuple[Timed, ...]
     """This rank's, in order."""
-    reduced_bytes: int = 0
-    """Of gradients, and the time their reductions took, as far as they took place at all."""
-    reduced_seconds: float = 0.0
+    all_reduce_bandwidth: float | None = None
+    """Bus bandwidth in 10⁹ bytes a second: of the gradients' reduction; with a single replica, of what tensor-parallel
+    ranks added up. None where nothing was."""
 
     @property
     def tokens_per_second(self) -> float:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from monitoring.collectives import bus_factor
 from monitoring.time_parts import TimeParts
 from parallel3d.config import RunConfig, load_config
 from parallel3d.last_steps import LastSteps
@@ -125,7 +124,7 @@ class _Steps:
                 "learning_rate": step.learning_rate,
                 "tokens": step.tokens,
                 "seconds": seconds,
-                "bandwidth": self._bandwidth(step, began),
+                "bandwidth": step.all_reduce_bandwidth,
             }
         self._owner.send("step", **fields)
         if self._ended - self._looked > _MEMORY_SECONDS:
@@ -151,17 +150,6 @@ class _Steps:
         if self._looking is not None:
             await self._looking
         await self._note_memory()
-
-    def _bandwidth(self, step: TrainStep, began: float) -> float | None:
-        """Of the gradients' all-reduce, or of others where it had none: 10^9 bytes a second over each rank's link."""
-        if step.reduced_bytes and step.reduced_seconds > 0:
-            # With ZeRO-1 it is the first half of an all-reduce; the other half moves weights.
-            kind = "reduce_scatter" if self._coordinator.config.optimizer.shard else "all_reduce"
-            return bus_factor(kind, self._mesh.dp.size) * step.reduced_bytes / step.reduced_seconds / 1e9
-        calls = [call for call in self._mesh.collectives.since(began) if call.kind == "all_reduce"]
-        moved = sum(call.num_bytes * bus_factor(call.kind, call.num_ranks) for call in calls)
-        seconds = sum(call.seconds for call in calls if call.num_ranks > 1)
-        return moved / seconds / 1e9 if moved and seconds > 0 else None
 
 
 def _known_parts(step: TrainStep) -> dict[str, float]:

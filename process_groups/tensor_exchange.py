@@ -52,6 +52,19 @@ class Outcome(StrEnum):
     """One after another along a dimension, in rank order."""
 
 
+@dataclass(slots=True)
+class Summed:
+    """All sums of an exchange together: all-reduces, as others call them."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+    """From each part's `post` to its sum."""
+
+    def add(self, total: torch.Tensor, since: float) -> None:
+        self.num_bytes += total.nbytes
+        self.seconds += time.monotonic() - since
+
+
 class TensorExchange(Protocol):
     """For one thread at a time."""
 
@@ -59,6 +72,8 @@ class TensorExchange(Protocol):
     size: int
     waited: float
     """Seconds that this rank has waited for others."""
+    summed: Summed
+    """What sums have moved so far."""
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory to write this rank's part into; its own until `post`."""
@@ -138,7 +153,8 @@ class SharedTensorExchange:
         give_up: Callable[[CommunicationError], object],
     ) -> None:
         """trouble: why nothing will come any more. give_up: closes the group on all ranks; from any thread."""
-        self.rank, self.size, self.waited = exchange.me, exchange.size, 0.0
+        self.rank, self.size, self.waited, self.summed = exchange.me, exchange.size, 0.0, Summed()
+        self._posted_at = 0.0
         self._exchange, self._group_name, self._places = exchange, group_name, places
         self._patience, self._timeout, self._trouble, self._give_up = patience, timeout, trouble, give_up
         offset = exchange.layout.posted
@@ -195,6 +211,7 @@ class SharedTensorExchange:
         self._plan, self._asked = plan, asked
         number = self._number = self._number + 1
         self._line[1 + number % NUM_ROOMS] = plan.word
+        self._posted_at = time.monotonic()
         self._posted.store(number)
 
     def _make_plan(self, room: _Room, outcome: Outcome, dim: int) -> _Plan:
@@ -229,6 +246,8 @@ class SharedTensorExchange:
                 self._find(plan, peer, line[where])
         outcome, dim = self._asked
         made = torch.cat(plan.parts, dim) if outcome is Outcome.JOINED else _sum(plan.parts)
+        if outcome is Outcome.TOTAL:
+            self.summed.add(made, self._posted_at)
         self._line[1 + NUM_ROOMS] = number
         self._plan = self._room = None
         if self._exchange.is_abandoned():  # what a rank that gave up has in its memory may be anything
@@ -304,7 +323,7 @@ class CallTensorExchange:
     """Through a group's collectives, which its event loop makes; where no memory is shared."""
 
     def __init__(self, group: Group, loop: asyncio.AbstractEventLoop) -> None:
-        self.rank, self.size, self.waited = group.rank, group.size, 0.0
+        self.rank, self.size, self.waited, self.summed = group.rank, group.size, 0.0, Summed()
         self._group, self._loop = group, loop
         self._room: torch.Tensor | None = None
         self._under_way: concurrent.futures.Future[torch.Tensor] | None = None
@@ -324,7 +343,10 @@ class CallTensorExchange:
     async def _carry_out(self, part: torch.Tensor, outcome: Outcome, dim: int) -> torch.Tensor:
         group = self._group
         if outcome is Outcome.TOTAL:
-            return await group.all_reduce(part)
+            start = time.monotonic()
+            total = await group.all_reduce(part)
+            self.summed.add(total, start)
+            return total
         ahead = part.movedim(dim, 0).contiguous()  # collectives cut and join along the first dimension
         found = await (group.reduce_scatter(ahead) if outcome is Outcome.SLICE else group.all_gather(ahead))
         return found.movedim(0, dim).contiguous()

@@ -84,6 +84,7 @@ class StandIn:
             reduce_seconds=0.0,
             optimizer_seconds=0.0,
             tensor_seconds=0.0,
+            all_reduce_bandwidth=1.5,
             actions=(Timed(Action(0, Kind.F, 0), start, middle), Timed(Action(0, Kind.B, 0), middle, end)),
         )
 
