@@ -6,7 +6,7 @@ One small GPT (4 blocks, width 256, batch 16), AdamW, one thread a rank:
 1. one rank beside a plain loop;
 2. two replicas beside DDP, and beside two plain loops on half a batch each at once;
 3. two tensor-parallel ranks beside DTensor, and beside two plain loops on the whole batch at once;
-4. two stages beside torch's 1F1B;
+4. two stages beside torch's 1F1B, ours also with zero-bubble;
 5. 2 x 2 x 2 beside DDP, DTensor and torch's pipelining put together.
 """
 
@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -152,25 +153,33 @@ async def measure() -> dict[str, Any]:
         "model": {"factory": "training_model:SmallGPT", "layers": "blocks.*"},
         "data.sequence": sequence,
         "parallel": {"dp": dp, "tp": tp, "pp": pp},
-        "pipeline": {"schedule": "1f1b", "microbatches": MICROBATCHES if pp > 1 else 1},
+        "pipeline.microbatches": MICROBATCHES if pp > 1 else 1,
         "optimizer": {"name": "adamw", "lr": 1e-3},
         "train": {"steps": 10**6, "batch_size": BATCH},
         "comm.timeout": 120,
         "runtime.threads": 1,
     }
-    config = load_config(None, overrides=settings, world_size=size)
-    async with Coordinator.from_config(config) as coordinator:
-        found = await turns(coordinator, peers(case, rank, size, inputs, targets), (inputs, targets), num_steps, quick)
+    async with AsyncExitStack() as stack:
+        ours = {}
+        for schedule in ("1f1b", "zero-bubble") if pp > 1 else ("1f1b",):
+            given = {**settings, "pipeline.schedule": schedule}
+            coordinator = Coordinator.from_config(load_config(None, overrides=given, world_size=size))
+            name = "parallel3d" if schedule == "1f1b" else f"parallel3d, {schedule}"
+            ours[name] = await stack.enter_async_context(coordinator)
+        found = await turns(ours, peers(case, rank, size, inputs, targets), (inputs, targets), num_steps, quick)
     dist.destroy_process_group()
     return {"case": case, "mesh": [dp, tp, pp], "sequence": sequence, **found}
 
 
 async def turns(
-    coordinator: Coordinator, others: dict[str, Any], batch: Any, num_steps: int, quick: bool
+    ours: dict[str, Coordinator], others: dict[str, Any], batch: Any, num_steps: int, quick: bool
 ) -> dict[str, Any]:
+    coordinator = ours["parallel3d"]
     mesh = coordinator.mesh
     part = tuple(each.chunk(mesh.dp.size)[mesh.dp.rank] for each in batch)
-    contestants: dict[str, Step] = {"parallel3d": lambda: coordinator.train_step(part)}
+    contestants: dict[str, Step] = {}
+    for name, each in ours.items():
+        contestants[name] = lambda each=each: each.train_step(part)
     for name, step in others.items():
         contestants[name] = lambda step=step: mesh.compute(step)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
@@ -217,8 +226,10 @@ def lines_of(results: list[dict[str, Any]]) -> list[str]:
     for each in results:
         dp, tp, pp = each["mesh"]
         share = 100 * each["parameters_of_a_rank"] / each["parameters"]
+        size = each["parameters_of_a_rank"] * 4 / (1 << 20)
         lines.append(
-            f"dp={dp} tp={tp} pp={pp}, sequence {each['sequence']}; rank 0 has {share:.0f} % of the parameters"
+            f"dp={dp} tp={tp} pp={pp}, sequence {each['sequence']}; "
+            f"rank 0 has {share:.0f} % of the weights, {size:.1f} MiB"
         )
         for name, seconds in each["seconds"].items():
             ratio = each["ratios"].get(name)
