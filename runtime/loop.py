@@ -23,7 +23,12 @@ def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     if asyncio.iscoroutine(main):
         main.close()
         raise InvalidCall("run: give it the function, run(main), not the coroutine, run(main()).")
-    terminated = False
+    terminated = terminated_late = False
+    previous = signal.getsignal(signal.SIGTERM)
+
+    def note(*_: object) -> None:
+        nonlocal terminated_late
+        terminated_late = True
 
     async def guarded() -> T:
         task = asyncio.current_task()
@@ -35,18 +40,22 @@ def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
             task.cancel()
 
         loop = asyncio.get_running_loop()
-        previous = signal.getsignal(signal.SIGTERM)
         loop.add_signal_handler(signal.SIGTERM, terminate)
         try:
             return await main()
         finally:  # uvloop would leave its own handler, and the process deaf to SIGTERM
             loop.remove_signal_handler(signal.SIGTERM)
-            signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, note)  # what is left is the loop's own end, which is not to be broken off
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(guarded())
+            result = runner.run(guarded())
     except asyncio.CancelledError:
         if terminated:
             raise SystemExit(128 + signal.SIGTERM) from None
         raise
+    finally:
+        signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
+    if terminated_late:
+        raise SystemExit(128 + signal.SIGTERM)
+    return result

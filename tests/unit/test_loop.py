@@ -92,3 +92,25 @@ def test_the_function_is_given_and_not_its_coroutine():
     with pytest.raises(InvalidCall) as caught:
         run(main())
     assert str(caught.value) == "run: give it the function, run(main), not the coroutine, run(main())."
+
+
+def test_sigterm_does_not_break_off_the_end_of_the_loop():
+    """It may come when `main` has ended, while the loop still closes what was left open."""
+    closed = []
+
+    async def left_open():
+        try:
+            yield 1
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.sleep(0)
+            closed.append(True)
+
+    generator = left_open()
+
+    async def main():
+        await anext(generator)
+
+    with pytest.raises(SystemExit) as caught:
+        run(main)
+    assert (caught.value.code, closed) == (143, [True])
