@@ -19,8 +19,10 @@ PRECISIONS = {
 
 
 def variants(world_size: int, precision: str) -> list[dict]:
-    """Every mesh of that size. What else can be chosen goes round, so that each choice meets many meshes."""
-    schedules, numbers, found = itertools.cycle(SCHEDULES), itertools.count(), []
+    """Every mesh of that size. What else can be chosen goes round, so that each choice meets many meshes, and every
+    schedule some."""
+    schedules = itertools.islice(itertools.cycle(SCHEDULES), world_size, None)
+    numbers, found = itertools.count(), []
     for dp, tp, pp in meshes(world_size):
         number = next(numbers)
         more = {"model__args__tied": number % 2 == 1, "optimizer__shard": dp > 1 and number % 3 != 1}
