@@ -15,13 +15,15 @@ setup: .venv/.installed
 run: setup
 	@$(BIN)/parallel3d run configs/mesh-2x2x2.yaml
 
-# Tests without processes of their own on all cores; those with ranks one after the other, for they use all cores.
+# These look at what the whole machine has: its memory, its processor time, its shared files.
+ALONE := tests/fault tests/multiproc/test_resources.py tests/multiproc/test_bench_collectives.py tests/multiproc/test_hosts.py
+
 test: setup
-	$(BIN)/pytest tests/unit --numprocesses auto --dist loadfile
-	$(BIN)/pytest tests/multiproc tests/fault
+	$(BIN)/pytest tests $(ALONE:%=--ignore=%) --numprocesses auto --dist loadfile
+	$(BIN)/pytest $(ALONE)
 
 quick: setup
-	$(BIN)/pytest tests -m 'not slow' --numprocesses auto --dist loadfile
+	$(BIN)/pytest tests -m 'not slow'
 
 lint: setup
 	$(BIN)/ruff check .
