@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from parallel3d.gradient_sync import farewell
 from parallel3d.measured import Measured
 from parallel3d.rank_mesh import Mesh
 from parallel3d.schedules.actions import Action, Kind, receive_of, send_of
@@ -23,7 +24,7 @@ from parallel3d.schedules.table import Table
 from parallel3d.simulation import ScheduleDeadlock, find_deadlock
 from parallel3d.stage import Loss, Stage
 from process_groups.pipes import Pipe
-from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, InvalidCall, PeerLost, name_rank
+from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, InvalidCall, name_rank
 
 _OF_BACKWARDS = frozenset((Kind.B, Kind.I, Kind.W, Kind.SEND_B, Kind.RECV_B, Kind.REDUCE_GRAD))
 _PAUSE = 0.001  # seconds between looks whether there is room for the last messages
@@ -148,19 +149,11 @@ class Executor:
             if finish and self._gradients is not None:
                 await self._gradients.finish()
         except BaseException as error:
-            self._mesh.abort(error if isinstance(error, CommunicationError) else self._farewell(error))
+            self._mesh.abort(error if isinstance(error, CommunicationError) else farewell(self._mesh, error))
             await asyncio.gather(computing, return_exceptions=True)  # it ends soon, for its groups are closed
             if self._gradients is not None:
                 self._gradients.cancel()
             raise
-
-    def _farewell(self, error: BaseException) -> CommunicationError:
-        """What the others are told: messages of this step would be taken for the next one's."""
-        rank, coords = self._mesh.rank, self._mesh.coords
-        if isinstance(error, asyncio.CancelledError):
-            return GroupClosed(f"{name_rank(rank, coords)} cancelled the step", rank=rank, coords=coords)
-        how = f"{type(error).__name__}: {error}"
-        return PeerLost(f"{name_rank(rank, coords)} failed in the step with {how}", rank=rank, coords=coords)
 
     async def measured(self, timed: Sequence[Timed]) -> Measured:
         """A step's times on all ranks, which have to be on one host: clocks differ from host to host. Every rank of the
