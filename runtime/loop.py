@@ -18,17 +18,20 @@ def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run `main` on uvloop to its end.
 
     SIGINT raises KeyboardInterrupt and SIGTERM exits with 143, both after `main` was cancelled, so that every
-    `async with` and `finally` in it has run.
+    `async with` and `finally` in it has run. A signal that comes while the loop itself ends is heard after that;
+    only a second SIGINT breaks it off.
     """
     if asyncio.iscoroutine(main):
         main.close()
         raise InvalidCall("run: give it the function, run(main), not the coroutine, run(main()).")
-    terminated = terminated_late = False
-    previous = signal.getsignal(signal.SIGTERM)
+    terminated = False
+    late: set[int] = set()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def note(*_: object) -> None:
-        nonlocal terminated_late
-        terminated_late = True
+    def note(number: int, _: object) -> None:
+        if number == signal.SIGINT and number in late:
+            raise KeyboardInterrupt
+        late.add(number)
 
     async def guarded() -> T:
         task = asyncio.current_task()
@@ -45,7 +48,9 @@ def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
             return await main()
         finally:  # uvloop would leave its own handler, and the process deaf to SIGTERM
             loop.remove_signal_handler(signal.SIGTERM)
-            signal.signal(signal.SIGTERM, note)  # what is left is the loop's own end, which is not to be broken off
+            signal.signal(signal.SIGTERM, note)
+            if before[signal.SIGINT] is signal.default_int_handler:
+                signal.signal(signal.SIGINT, note)
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -55,7 +60,10 @@ def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
             raise SystemExit(128 + signal.SIGTERM) from None
         raise
     finally:
-        signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
-    if terminated_late:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+    if signal.SIGINT in late:
+        raise KeyboardInterrupt
+    if signal.SIGTERM in late:
         raise SystemExit(128 + signal.SIGTERM)
     return result

@@ -94,7 +94,10 @@ def test_the_function_is_given_and_not_its_coroutine():
     assert str(caught.value) == "run: give it the function, run(main), not the coroutine, run(main())."
 
 
-def test_sigterm_does_not_break_off_the_end_of_the_loop():
+@pytest.mark.parametrize(
+    ("number", "kind", "code"), [(signal.SIGTERM, SystemExit, (143,)), (signal.SIGINT, KeyboardInterrupt, ())]
+)
+def test_a_signal_does_not_break_off_the_end_of_the_loop(number, kind, code):
     """It may come when `main` has ended, while the loop still closes what was left open."""
     closed = []
 
@@ -102,7 +105,7 @@ def test_sigterm_does_not_break_off_the_end_of_the_loop():
         try:
             yield 1
         finally:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
             await asyncio.sleep(0)
             closed.append(True)
 
@@ -111,6 +114,25 @@ def test_sigterm_does_not_break_off_the_end_of_the_loop():
     async def main():
         await anext(generator)
 
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(kind) as caught:
         run(main)
-    assert (caught.value.code, closed) == (143, [True])
+    assert (caught.value.args, closed) == (code, [True])
+
+
+def test_a_second_ctrl_c_breaks_off_the_end_of_the_loop():
+    async def left_open():
+        try:
+            yield 1
+        finally:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(3600)
+
+    generator = left_open()
+
+    async def main():
+        await anext(generator)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(main)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
