@@ -56,6 +56,36 @@ def settings(dp: int, tp: int, pp: int, schedule: str = "1f1b", **more: Any) -> 
     return found
 
 
+def of_a_users_model(dp: int, tp: int, pp: int, factory: str = "Tagger", **more: Any) -> dict[str, Any]:
+    """The same for a model of the user's own, with a plan of its own."""
+    args = {"vocabulary": VOCABULARY, "width": 6, "blocks": 3}
+    model = {"factory": f"tests.user_models:{factory}", "args": args, "layers": "blocks.*"}
+    return _of_model(model, settings(dp, tp, pp, **more))
+
+
+def of_a_hugging_face_model(dp: int, tp: int, pp: int, **changes: Any) -> dict[str, Any]:
+    """The same for a small Llama of `transformers`, or what `changes` make of it."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCABULARY,
+    }
+    model = {"factory": "hf", "args": {"config": config | changes, "sequence": SEQUENCE}}
+    return _of_model(model, settings(dp, tp, pp, optimizer__name="sgd"))
+
+
+HUGGING_FACE_TOLERANCE = 1e-6  # norms of `transformers` compute in float32, also in a model of float64
+
+
+def _of_model(model: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    del given["model.args"]
+    return {"model": model, **given}
+
+
 def whole_batch(config: RunConfig, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Some targets are ignored, more of them in some samples than in others."""
     generator = torch.Generator().manual_seed(step)

@@ -12,7 +12,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 RANK = str(Path(__file__).with_name("training_rank.py"))
 
 
+def train(size: int, what: str) -> None:
+    with Launched("-n", str(size), RANK, preload=None, WHAT=what) as launched:
+        assert (launched.finish(seconds=280), launched.stdout.text, launched.stderr.text) == (0, "", "")
+
+
 @pytest.mark.parametrize(("size", "precision"), [*((size, "float64") for size in range(1, 9)), (8, "float32")])
 def test_every_mesh_gives_what_one_process_does(size, precision):
-    with Launched("-n", str(size), RANK, preload=None, PRECISION=precision) as launched:
-        assert (launched.finish(seconds=280), launched.stdout.text, launched.stderr.text) == (0, "", "")
+    train(size, precision)
+
+
+def test_a_users_own_model_and_one_of_hugging_face_give_what_one_process_does():
+    train(4, "other models")

@@ -10,7 +10,16 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import parallel3d
 from parallel3d.config import load_config
 from parallel3d.sharded import cut_of
-from tests.training import SCHEDULES, check, meshes, settings, whole_batch
+from tests.training import (
+    HUGGING_FACE_TOLERANCE,
+    SCHEDULES,
+    check,
+    meshes,
+    of_a_hugging_face_model,
+    of_a_users_model,
+    settings,
+    whole_batch,
+)
 
 PRECISIONS = {
     "float64": {},
@@ -45,12 +54,21 @@ async def check_dropout(tp: int, *, sequence_parallel: bool) -> None:
                 assert (every == every[0]).all(), name
 
 
+async def check_other_models() -> None:
+    """One of a user's own, and one of Hugging Face."""
+    await check(of_a_users_model(1, 2, 2))
+    await check(of_a_hugging_face_model(1, 2, 2), HUGGING_FACE_TOLERANCE)
+
+
 async def main() -> None:
     size = int(os.environ["WORLD_SIZE"])
-    if os.environ["PRECISION"] == "float64" and size in (2, 4):
+    if os.environ["WHAT"] == "other models":
+        await check_other_models()
+        return
+    if os.environ["WHAT"] == "float64" and size in (2, 4):
         for sequence_parallel in (False, True):
             await check_dropout(size, sequence_parallel=sequence_parallel)
-    for given in variants(size, os.environ["PRECISION"]):
+    for given in variants(size, os.environ["WHAT"]):
         try:
             await check(given)
         except BaseException as error:

@@ -15,7 +15,14 @@ from parallel3d.losses import make_loss
 from parallel3d.models.build import build_model
 from parallel3d.schedules.actions import Kind
 from runtime.errors import CommunicationError, InvalidCall, NonFiniteGradient
-from tests.training import check, settings, whole_batch
+from tests.training import (
+    HUGGING_FACE_TOLERANCE,
+    check,
+    of_a_hugging_face_model,
+    of_a_users_model,
+    settings,
+    whole_batch,
+)
 
 NUMBERS = {
     "model": {"factory": "tests.user_models:regression", "loss": "mse"},
@@ -95,14 +102,7 @@ async def test_a_users_model_with_any_loss(name, loss, mesh):
 
 
 async def test_a_users_own_plan():
-    given = settings(1, 2, 2)
-    given["model"] = {
-        "factory": "tests.user_models:Tagger",
-        "args": {"vocabulary": 37, "width": 6, "blocks": 3},
-        "layers": "blocks.*",
-    }
-    del given["model.args"]
-    await parallel3d.in_process(partial(check, given), ranks=4)
+    await parallel3d.in_process(partial(check, of_a_users_model(1, 2, 2)), ranks=4)
 
 
 @pytest.mark.parametrize(
@@ -113,25 +113,8 @@ async def test_a_users_own_plan():
     ],
 )
 async def test_late_gradients_of_a_users_model(factory, mesh, options):
-    given = settings(*mesh, **options)
-    given["model"] = {
-        "factory": f"tests.user_models:{factory}",
-        "args": {"vocabulary": 37, "width": 6, "blocks": 3},
-        "layers": "blocks.*",
-    }
-    del given["model.args"]
+    given = of_a_users_model(*mesh, factory, **options)
     await parallel3d.in_process(partial(check, given), ranks=2)
-
-
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 37,
-}
 
 
 @pytest.mark.parametrize(
@@ -140,12 +123,9 @@ LLAMA = {
     ids=["llama", "tied", "qwen3"],
 )
 async def test_a_hugging_face_model(changes):
-    given = settings(1, 2, 2, optimizer__name="sgd")
-    given["model"] = {"factory": "hf", "args": {"config": {**LLAMA, **changes}, "sequence": 8}}
-    del given["model.args"]
+    given = of_a_hugging_face_model(1, 2, 2, **changes)
     build_model(load_config(None, overrides=given))  # transformers can't be imported by several threads at once
-    # Its norms compute in float32, also in a model of float64.
-    await parallel3d.in_process(partial(check, given, tolerance=1e-6), ranks=4)
+    await parallel3d.in_process(partial(check, given, tolerance=HUGGING_FACE_TOLERANCE), ranks=4)
 
 
 async def test_batches_of_the_configured_data():
