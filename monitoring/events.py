@@ -82,7 +82,7 @@ class Event(NamedTuple):
     """Of a COLLECTIVE: its place in `OPS`."""
     strategy: int = 0
     """Of a COLLECTIVE: its place in `STRATEGIES`."""
-    count: int = 1
+    calls: int = 1
     """Of a COLLECTIVE: calls."""
 
     @property
@@ -97,9 +97,9 @@ class Event(NamedTuple):
 
 
 def pack_into(buffer: bytearray, offset: int, event: Event) -> None:
-    what, step, start, end, stage, microbatch, cpu, waited, num_bytes, axis, op, strategy, count = event
+    what, step, start, end, stage, microbatch, cpu, waited, num_bytes, axis, op, strategy, calls = event
     _RECORD.pack_into(
-        buffer, offset, what, axis, op, strategy, stage, microbatch, step, start, end, cpu, waited, num_bytes, count
+        buffer, offset, what, axis, op, strategy, stage, microbatch, step, start, end, cpu, waited, num_bytes, calls
     )
 
 
@@ -107,7 +107,7 @@ def unpack(data: bytes) -> Iterator[Event]:
     """The events in these bytes. Raises ValueError for anything that `pack_into` could not have written."""
     if len(data) % RECORD_BYTES:
         raise ValueError(f"{len(data)} bytes are no whole number of events")
-    for what, axis, op, strategy, stage, microbatch, step, start, end, cpu, waited, size, count in _RECORD.iter_unpack(
+    for what, axis, op, strategy, stage, microbatch, step, start, end, cpu, waited, size, calls in _RECORD.iter_unpack(
         data
     ):
         if op >= len(OPS) or strategy >= len(STRATEGIES) or not 0 <= start <= end < 1e12 or not 0 <= cpu < 1e12:
