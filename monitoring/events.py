@@ -114,4 +114,4 @@ def unpack(data: bytes) -> Iterator[Event]:
             raise ValueError("an event is out of range")
         if not 0 <= waited < 1e12:
             raise ValueError("an event's wait is out of range")
-        yield Event(What(what), step, start, end, stage, microbatch, cpu, waited, size, Axis(axis), op, strategy, count)
+        yield Event(What(what), step, start, end, stage, microbatch, cpu, waited, size, Axis(axis), op, strategy, calls)
