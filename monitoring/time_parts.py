@@ -5,29 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-PARTS = ("compute", "tp_comm", "pp_comm", "dp_comm", "optimizer", "data", "other")
 MEANINGS = {
-    "compute": "forward and backward",
-    "tp_comm": "waiting for tensor-parallel ranks",
-    "pp_comm": "sending to other stages and waiting for them",
-    "dp_comm": "reducing gradients after the last backward",
-    "optimizer": "the optimizer's update",
+    "compute": "forward and backward, as far as the rank had a core",
+    "tp_comm": "tensor-parallel exchanges",
+    "pp_comm": "messages between stages",
+    "dp_comm": "reducing gradients, as far as nothing else went on meanwhile",
+    "bubble": "waiting for other stages, as the schedule has it",
+    "straggler": "waiting for ranks that came late",
     "data": "waiting for data",
-    "other": "all that is none of these",
+    "optimizer": "norm, clipping and the optimizer's update",
+    "checkpoint": "saving",
+    "other": "between all these: hand-overs, and waiting for a core",
 }
+PARTS = tuple(MEANINGS)
 
 
 @dataclass(frozen=True, slots=True)
 class TimeParts:
-    """Seconds of one rank, one number for each of `PARTS`; they add up to its wall time."""
+    """Seconds of one rank, one number for each of `PARTS`."""
 
     seconds: tuple[float, ...] = (0.0,) * len(PARTS)
 
     @staticmethod
-    def of(total: float, known: Mapping[str, float]) -> TimeParts:
-        """`other` is what is left of the total; clocks may disagree by a little, but no part is below zero."""
-        left = total - sum(known.values())
-        return TimeParts(tuple(max(0.0, known.get(part, left if part == "other" else 0.0)) for part in PARTS))
+    def of(known: Mapping[str, float]) -> TimeParts:
+        """What is not named is 0; clocks may disagree by a little, but no part is below zero."""
+        return TimeParts(tuple(max(0.0, known.get(part, 0.0)) for part in PARTS))
 
     @staticmethod
     def from_wire(values: object) -> TimeParts:
@@ -35,6 +37,9 @@ class TimeParts:
         if not isinstance(values, list) or [type(value) for value in values] != [float] * len(PARTS):
             raise ValueError(f"the parts of a step are {len(PARTS)} numbers")
         return TimeParts(tuple(values))
+
+    def __getitem__(self, part: str) -> float:
+        return self.seconds[PARTS.index(part)]
 
     @property
     def total(self) -> float:

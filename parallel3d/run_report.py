@@ -16,8 +16,11 @@ _COLOURS = {
     "tp_comm": "#e58fbc",
     "pp_comm": "#f2a93b",
     "dp_comm": "#4cc29a",
-    "optimizer": "#a993e8",
+    "bubble": "#d9dee6",
+    "straggler": "#c2413b",
     "data": "#e2725b",
+    "optimizer": "#a993e8",
+    "checkpoint": "#8a6d3b",
     "other": "#b3bac5",
 }
 _WIDTH, _HEIGHT = 640, 220

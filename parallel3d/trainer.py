@@ -115,7 +115,8 @@ class _Steps:
         began, self._ended = self._ended, time.perf_counter()
         seconds = self._ended - began
         self._last.add(step, began, self._ended)
-        parts = TimeParts.of(seconds, _known_parts(step))
+        known = _known_parts(step)
+        parts = TimeParts.of({**known, "other": seconds - sum(known.values())})
         fields: dict[str, object] = {"step": step.step, "bubble": step.bubble, "parts": list(parts.seconds)}
         if self._mesh.rank == 0:
             fields |= {

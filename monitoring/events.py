@@ -1,0 +1,117 @@
+"""What happened in a rank, as records of fixed size: what it was, where, when, and how many bytes it moved."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import NamedTuple
+
+from monitoring.collectives import KINDS as OPS
+
+NO_STAGE = NO_MICROBATCH = -1
+STRATEGIES = ("default", "ring", "tree", "hierarchical")
+_RECORD = struct.Struct("<BBBBiiIddddQI")
+RECORD_BYTES = _RECORD.size
+
+
+class What(IntEnum):
+    """The kinds of events. Names of actions are those of a schedule's table."""
+
+    STEP = 0
+    """A whole step, from the end of the one before; a rank's last event of the step."""
+    DATA = 1
+    """Waiting for the step's batch."""
+    F = 2
+    B = 3
+    I = 4  # noqa: E741
+    W = 5
+    SEND_F = 6
+    SEND_B = 7
+    RECV_F = 8
+    RECV_B = 9
+    REDUCE_GRAD = 10
+    """Handing a stage's gradients over to be reduced."""
+    REDUCE = 11
+    """From a rank's last action to the end of the gradients' reduction."""
+    MEET = 12
+    """Waiting for all ranks of the mesh, which tell each other the norm and the loss."""
+    OPTIMIZER = 13
+    """The norm and the update without waiting for others; where the state is sharded, gathering weights too."""
+    CHECKPOINT = 14
+    COLLECTIVE = 15
+    """A call on a group, or several of one kind together; it may overlap all others."""
+
+
+COMPUTE = frozenset((What.F, What.B, What.I, What.W))
+SENDS = frozenset((What.SEND_F, What.SEND_B))
+RECEIVES = frozenset((What.RECV_F, What.RECV_B))
+ACTIONS = COMPUTE | SENDS | RECEIVES | {What.REDUCE_GRAD}
+
+
+class Axis(IntEnum):
+    """Of the mesh, or all of it."""
+
+    WORLD = 0
+    DP = 1
+    TP = 2
+    PP = 3
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+class Event(NamedTuple):
+    """One record. Moments are seconds of time.monotonic, in the rank's own clock until they are aligned."""
+
+    what: What
+    step: int
+    start: float
+    end: float
+    stage: int = NO_STAGE
+    microbatch: int = NO_MICROBATCH
+    cpu: float = 0.0
+    """Seconds of the processor that the rank's thread used meanwhile."""
+    waited: float = 0.0
+    """Seconds of it in which the rank waited for its tensor-parallel peers; of a COLLECTIVE, the seconds that its calls
+    took, which is less than end - start where several are told together."""
+    num_bytes: int = 0
+    axis: Axis = Axis.WORLD
+    op: int = 0
+    """Of a COLLECTIVE: its place in `OPS`."""
+    strategy: int = 0
+    """Of a COLLECTIVE: its place in `STRATEGIES`."""
+    calls: int = 1
+    """Of a COLLECTIVE: calls."""
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    @property
+    def action(self) -> str:
+        """As a schedule's table names it, such as 1F0 or 0SEND_F2."""
+        microbatch = "" if self.microbatch == NO_MICROBATCH else self.microbatch
+        return f"{self.stage}{self.what.name}{microbatch}"
+
+
+def pack_into(buffer: bytearray, offset: int, event: Event) -> None:
+    what, step, start, end, stage, microbatch, cpu, waited, num_bytes, axis, op, strategy, calls = event
+    _RECORD.pack_into(
+        buffer, offset, what, axis, op, strategy, stage, microbatch, step, start, end, cpu, waited, num_bytes, calls
+    )
+
+
+def unpack(data: bytes) -> Iterator[Event]:
+    """The events in these bytes. Raises ValueError for anything that `pack_into` could not have written."""
+    if len(data) % RECORD_BYTES:
+        raise ValueError(f"{len(data)} bytes are no whole number of events")
+    for what, axis, op, strategy, stage, microbatch, step, start, end, cpu, waited, size, calls in _RECORD.iter_unpack(
+        data
+    ):
+        if op >= len(OPS) or strategy >= len(STRATEGIES) or not 0 <= start <= end < 1e12 or not 0 <= cpu < 1e12:
+            raise ValueError("an event is out of range")
+        if not 0 <= waited < 1e12:
+            raise ValueError("an event's wait is out of range")
+        yield Event(What(what), step, start, end, stage, microbatch, cpu, waited, size, Axis(axis), op, strategy, calls)

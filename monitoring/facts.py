@@ -1,0 +1,66 @@
+"""What is known of a run and of its ranks apart from what happens in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Place(NamedTuple):
+    """A rank's coordinates in the mesh."""
+
+    dp: int
+    tp: int
+    pp: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """Told by the rank once it is in its mesh."""
+
+    rank: int
+    place: Place
+    host: str = ""
+    device: str = "cpu"
+    """As CUDA names it; `cpu` where there is none."""
+    parameters: int = 0
+    """Numbers that it trains."""
+    num_cores: int = 0
+    """Of its host, as far as the rank may use them."""
+    num_buckets: int = 0
+    """That its gradients are reduced in."""
+    pid: int | None = None
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the processor time of its thread says how much it computed."""
+        return self.device == "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """Known before the first rank starts."""
+
+    run_id: str = ""
+    world_size: int = 1
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    model: str = ""
+    parameters: int = 0
+    flops_per_token: float = 0.0
+    precision: str = "float32"
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    virtual_stages: int = 1
+    batch_size: int = 1
+    steps: int = 0
+    """That are wanted."""
+    bucket_bytes: int = 25 << 20
+    memory_budget: int = 0
+    """Bytes of one rank; 0: none is given."""
+    prefetch: int = 2
+    version: str = ""
+    started: float = 0.0
+    """Seconds of time.time."""
+    layers_per_stage: tuple[int, ...] = field(default=())
