@@ -224,9 +224,7 @@ def test_events_that_overlap_leave_a_remainder():
 KINDS_OF_WORK = [DATA, F, B, I, W, SEND_F, SEND_B, RECV_F, RECV_B, REDUCE_GRAD, REDUCE, MEET, OPTIMIZER, CHECKPOINT]
 seconds = st.floats(0, 0.1)
 pieces = st.lists(
-    st.tuples(
-        st.sampled_from(KINDS_OF_WORK), seconds, seconds, st.integers(0, 3), st.integers(0, 3), seconds, seconds
-    ),
+    st.tuples(st.sampled_from(KINDS_OF_WORK), seconds, seconds, st.integers(0, 3), st.integers(0, 3), seconds, seconds),
     max_size=12,
 )
 
