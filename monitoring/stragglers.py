@@ -108,13 +108,14 @@ class _Habit:
         self._best: float | None = None
 
     def speed(self, seconds: float) -> float | None:
-        """Of this step, over its best so far, which may be more than 1; None before that is known."""
+        """Of this step, over its best so far; None before that is known. A rank that beats its best is no faster than
+        others reach theirs: it may have had a bad start."""
         best = self._best
         self._latest.append(seconds)
         if len(self._latest) == _MEDIAN_OF:
             usual = median(self._latest)
             self._best = usual if best is None else min(best, usual)
-        return None if best is None else best / seconds
+        return None if best is None else min(1.0, best / seconds)
 
 
 def crowded_hosts(ranks: Iterable[RankFacts]) -> frozenset[str]:

@@ -57,14 +57,13 @@ def test_two_replicas_wait_for_the_slower_one():
     check_sums(times)
 
 
-def test_the_replicas_first_call_is_no_hand_over():
+def test_replicas_meet_before_they_compute_too():
     """They agree on the batch's weight; the one whose data came late is waited for there."""
-    counts = {"axis": Axis.DP, "num_bytes": 32}
-    early = Told().add(DATA, 0.001).beside(0.002, 0.009, **counts).gap(0.009).add(F, 0.030, 0, 0)
-    late = Told().add(DATA, 0.007).beside(0.0075, 0.009, **counts).gap(0.003).add(F, 0.030, 0, 0)
+    early = Told().add(DATA, 0.001).gap(0.001).add(REDUCE, 0.007).add(F, 0.030, 0, 0).add(REDUCE, 0.002)
+    late = Told().add(DATA, 0.007).gap(0.0005).add(REDUCE, 0.0015).add(F, 0.030, 0, 0).add(REDUCE, 0.002)
     times = attribute({0: early.done(), 1: late.done()}, mesh_of(dp=2))
-    assert parts_of(times, 0) == {"data": 1, "straggler": 5.5, "dp_comm": 1.5, "other": 2, "compute": 30}
-    assert parts_of(times, 1) == {"data": 7, "dp_comm": 1.5, "other": 1.5, "compute": 30}
+    assert parts_of(times, 0) == {"data": 1, "straggler": 5.5, "dp_comm": 3.5, "other": 1, "compute": 30}
+    assert parts_of(times, 1) == {"data": 7, "dp_comm": 3.5, "other": 0.5, "compute": 30}
     check_sums(times)
 
 
@@ -154,6 +153,18 @@ def test_a_message_whose_send_was_lost_is_waited_for_all_the_time():
     second = Told().add(RECV_F, 0.012, 1, 0).add(F, 0.010, 1, 0)
     times = attribute({0: Told().add(F, 0.01, 0, 0).done(), 1: second.done()}, mesh_of(pp=2))
     assert parts_of(times, 1) == {"compute": 10, "bubble": 12}
+
+
+@pytest.mark.parametrize(("worked", "waited", "received"), [(0.0, 10, 2), (0.006, 4, 2), (0.010, 0, 2), (0.011, 0, 1)])
+def test_weight_parts_that_are_computed_while_nothing_comes(worked, waited, received):
+    first = Told().add(F, 0.010, 0, 0).add(SEND_F, 0.001, 0, 0)
+    second = Told().add(RECV_F, 0.012, 1, 0, cpu=worked).add(W, 0.005, 1, 0)
+    times = attribute({0: first.done(), 1: second.done()}, mesh_of(pp=2))
+    want = {"compute": 5 + 1e3 * worked, "bubble": waited, "pp_comm": received}
+    assert parts_of(times, 1) == {part: pytest.approx(value) for part, value in want.items() if value}
+    assert times.ranks[1].compute_cpu == pytest.approx(0.005 + worked)
+    assert times.ranks[1].stages[1].weight == pytest.approx(0.005 + worked)
+    check_sums(times)
 
 
 def test_split_backwards():
