@@ -10,7 +10,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from monitoring.background import BackgroundLoop
 from monitoring.endpoint import Endpoint
@@ -18,6 +18,8 @@ from monitoring.events import RECORD_BYTES
 
 if TYPE_CHECKING:
     from aiohttp import web
+
+T = TypeVar("T")
 
 MOST_BYTES = 32 << 20
 """Of messages that wait: a minute's of eight busy ranks."""
@@ -43,8 +45,7 @@ class Inbox:
         self._most_bytes, self._num_bytes = most_bytes, 0
         self._waiting: deque[tuple[int, Message, int]] = deque()
         self._lock = threading.Lock()
-        self.lost_events: Counter[int] = Counter()
-        """By rank: those in messages that were forgotten."""
+        self._lost_events: Counter[int] = Counter()
         self.lost_messages = 0
 
     def put(self, rank: int, message: Message) -> bool:
@@ -64,7 +65,12 @@ class Inbox:
         self.lost_messages += 1
         data = message.get("data")
         if message.get("kind") == "events" and isinstance(data, str):
-            self.lost_events[rank] += len(data) * 3 // 4 // RECORD_BYTES
+            self._lost_events[rank] += len(data) * 3 // 4 // RECORD_BYTES
+
+    def lost_events(self) -> dict[int, int]:
+        """By rank: those in messages that were forgotten."""
+        with self._lock:
+            return dict(self._lost_events)
 
     def get(self, at_most: int) -> list[tuple[int, Message]]:
         """The oldest that wait."""
@@ -116,15 +122,16 @@ class Station:
         for tell in self.on_status:
             self._attempt(tell, status, error)
 
-    async def settle(self) -> None:
-        """Once all that was taken before is with the observer."""
-        await asyncio.wrap_future(self._background.run(self._settled()))
+    async def settle(self, then: Callable[[], T]) -> T:
+        """Call something in the station's thread, once all that was taken before is with the observer."""
+        return await asyncio.wrap_future(self._background.run(self._settled(then)))
 
-    async def _settled(self) -> None:
+    async def _settled(self, then: Callable[[], T]) -> T:
         there_is_more = True
         while there_is_more:
             there_is_more = self._hand_over()
             await asyncio.sleep(0)  # whoever asks is answered meanwhile
+        return then()
 
     async def close(self) -> None:
         """Answer nobody any more, and end the thread. What has not been taken in by now is left."""

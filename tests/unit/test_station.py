@@ -41,8 +41,7 @@ async def test_messages_come_in_order_in_a_thread_that_gives_way():
     messages = [(rank, {"kind": "queue", "mean": float(n)}) for n in range(500) for rank in range(3)]
     for rank, message in messages:
         station.take(rank, message)
-    await station.settle()
-    assert observer.taken == messages
+    assert await station.settle(lambda: list(observer.taken)) == messages
     assert threading.get_ident() not in observer.threads
     assert observer.niceness == os.getpriority(os.PRIO_PROCESS, 0) + 10
     await station.close()
@@ -68,7 +67,7 @@ async def test_an_observer_that_hangs_or_fails_holds_nobody_up(capfd):
         station.take(0, {"kind": "bug"})
     station.take(0, {"kind": "queue"})
     observer.go_on.set()
-    await station.settle()
+    await station.settle(lambda: None)
     assert [message["kind"] for _, message in observer.taken] == ["bug", "bug", "bug", "queue"]
     assert station.failures == 3
     assert capfd.readouterr().err.count("ZeroDivisionError: a bug of ours") == 1
@@ -86,7 +85,7 @@ def test_the_inbox_forgets_the_oldest_and_counts_what_was_in_them():
     for number in range(1, 4):
         inbox.put(number, events(30))
     assert inbox.lost_messages == 2
-    assert inbox.lost_events == {3: 60}
+    assert inbox.lost_events() == {3: 60}
     assert [rank for rank, _ in inbox.get(2)] == [1, 2]
     assert [rank for rank, _ in inbox.get(2)] == [3]
     assert inbox.get(2) == []
@@ -97,7 +96,7 @@ async def test_the_status_is_told_in_the_thread():
     station, told = Station(Observer()), []
     station.on_status.append(lambda *status: told.append((*status, threading.current_thread().name)))
     station.set_status("failed", "rank 1 was killed")
-    await station.settle()
+    await station.settle(lambda: None)
     assert told == [("failed", "rank 1 was killed", "parallel3d-station")]
     assert (station.status, station.error) == ("failed", "rank 1 was killed")
     await station.close()
@@ -128,12 +127,15 @@ def test_it_serves_from_the_beginning_and_leaves_nothing():
     assert (sorted(os.listdir("/proc/self/fd")), threading.active_count()) == before
 
 
-def test_it_can_be_closed_while_it_begins_to_serve():
-    def too_late(station):
+def test_it_can_be_closed_while_it_begins_to_serve(capfd):
+    from monitoring.server import make_app
+
+    def no_app(station):
         raise OSError("no application")
 
-    for make in (too_late, lambda station: __import__("monitoring.server").server.make_app(endpoint, OneGauge())):
+    for make in (no_app, lambda station: make_app(station.endpoint, OneGauge())):
         endpoint = Endpoint.open("127.0.0.1", None)
         Station(Observer(), endpoint, make).close_now()
         assert endpoint.listener.fileno() == -1
     assert "parallel3d-station" not in [thread.name for thread in threading.enumerate()]
+    assert capfd.readouterr().err.count("OSError: no application") == 1
