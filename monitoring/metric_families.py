@@ -68,7 +68,7 @@ RUN_FAMILIES = {
     "memory_bytes": Family("gauge", "A rank's memory; the kind total is what the system counts.", ("rank", "kind")),
     "memory_budget_bytes": Family("gauge", "What a rank may use, as configured."),
     "data_queue_batches": Family("gauge", "Batches that wait when a rank asks for one, on average.", ("rank",)),
-    "data_queue_capacity_batches": Family("gauge", "Batches that can wait, as configured."),
+    "data_queue_capacity_batches": Family("gauge", "Batches that can wait."),
     "events_dropped_total": Family("counter", "Events that came too fast to be kept.", ("rank",)),
     "steps_incomplete_total": Family("counter", "Steps whose time is not attributed, for want of some rank's events."),
     "rank_last_report_timestamp_seconds": Family("gauge", "When a rank was heard last, since the epoch.", ("rank",)),

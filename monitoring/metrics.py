@@ -65,7 +65,8 @@ class RunMetrics(Collector):
         observer, facts = self._observer, self._observer.facts
         yield _numbers("build_info", [((facts.version, platform.python_version(), _torch_version()), 1)])
         mesh = f"{facts.dp}x{facts.tp}x{facts.pp}"
-        yield _numbers("run_info", [((facts.run_id, facts.model, facts.schedule, mesh, facts.precision), 1)])
+        who = [((facts.run_id, facts.model, facts.schedule, mesh, facts.precision), 1)]
+        yield _numbers("run_info", who if facts.run_id else [])  # scripts have none
         yield _numbers(
             "rank_info",
             [((rank, *each.place, each.host, each.device), 1) for rank, each in sorted(observer.ranks.items())],
@@ -142,7 +143,7 @@ class RunMetrics(Collector):
         )
         yield _number("memory_budget_bytes", observer.facts.memory_budget or None)
         yield _numbers("data_queue_batches", [((rank,), mean) for rank, mean in sorted(observer.queue.items())])
-        yield _number("data_queue_capacity_batches", observer.facts.prefetch)
+        yield _number("data_queue_capacity_batches", observer.queue_capacity)
         dropped = Counter(observer.dropped) + Counter(self._lost_events())
         yield _numbers("events_dropped_total", [((rank,), dropped[rank]) for rank in sorted(observer.ranks)])
         yield _number("steps_incomplete_total", observer.incomplete)

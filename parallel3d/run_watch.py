@@ -1,4 +1,4 @@
-"""How a run is watched, as its configuration says: the endpoint, the facts, and the station that ranks report to."""
+"""How a run is watched, as its configuration says: its endpoint, and what is known before the first rank starts."""
 
 from __future__ import annotations
 
@@ -7,27 +7,16 @@ import os
 import ssl
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from monitoring.bottlenecks import find_bottlenecks
 from monitoring.endpoint import Endpoint, UnusableToken, read_token, tls_context
 from monitoring.facts import RunFacts
-from monitoring.observer import Observer
-from monitoring.station import Station
 from parallel3d import __version__
 from parallel3d.before_start import Locate, nowhere
 from parallel3d.config import RunConfig
 from parallel3d.config.errors import ConfigProblems, problem_of_key
-from parallel3d.run_record import ModelFacts, Status
-
-if TYPE_CHECKING:
-    from aiohttp import web
-
-Routes = Callable[[Station], "list[web.RouteDef]"]
-"""What is mounted beside /metrics: called in the station's thread."""
+from parallel3d.run_record import ModelFacts
 
 
 def open_endpoint(config: RunConfig, locate: Locate = nowhere) -> Endpoint | None:
@@ -130,19 +119,3 @@ def run_facts(config: RunConfig, model: ModelFacts, run_id: str) -> RunFacts:
         started=time.time(),
         layers_per_stage=layers if isinstance(layers, tuple) else (),
     )
-
-
-def open_station(facts: RunFacts, endpoint: Endpoint | None, routes: Routes | None = None) -> Station:
-    """Observes from now on, and answers on the endpoint until it is closed."""
-    observer = Observer(facts, find=find_bottlenecks)
-    return Station(observer, endpoint, partial(_make_app, observer, routes))
-
-
-def _make_app(observer: Observer, routes: Routes | None, station: Station) -> web.Application:
-    """In the station's thread, so that the run does not wait for the imports either."""
-    from monitoring.metrics import RunMetrics
-    from monitoring.server import make_app
-
-    assert station.endpoint is not None
-    metrics = RunMetrics(observer, station.inbox.lost_events, lambda: station.status in (Status.FAILED, Status.HUNG))
-    return make_app(station.endpoint, metrics, routes(station) if routes is not None else ())

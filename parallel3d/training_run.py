@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from monitoring.endpoint import Endpoint
 from monitoring.station import Station
+from monitoring.watch import open_station
 from parallel3d import run_watch
 from parallel3d.before_start import Locate, check_before_start, nowhere
 from parallel3d.config import RunConfig, load_config, locate
@@ -160,7 +161,8 @@ class Run:
     def _watch(self, model: ModelFacts) -> None:
         """From now on; ranks' messages come later, on this loop."""
         if self.config.monitoring.enabled:
-            self._station = run_watch.open_station(run_watch.run_facts(self.config, model, self.run_id), self._endpoint)
+            facts = run_watch.run_facts(self.config, model, self.run_id)
+            self._station, self._observer = open_station(facts, self._endpoint)
 
     def _close_endpoint(self) -> None:
         if self._endpoint is not None:
@@ -351,7 +353,7 @@ class Run:
         error = self.record.error
         self._station.set_status(self.record.status, error.message if error is not None else "")
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._station.settle(lambda: None), _SETTLE_SECONDS)
+            await asyncio.wait_for(self._station.settle(self._observer.finish), _SETTLE_SECONDS)
 
     def _conclude(self, result: LaunchResult) -> None:
         self._result = result
