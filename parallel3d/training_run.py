@@ -211,7 +211,7 @@ class Run:
 
     @property
     def endpoints(self) -> Mapping[str, Any]:
-        """Where the run can be watched while it goes on, as in `endpoints.json`: `metrics`, `page`, `sd`, `token`."""
+        """As in `endpoints.json`: while the run goes on, `metrics`, `page`, `sd` and `token` say where it is watched."""
         return run_watch.endpoints(self.run_id, self._endpoint, self.config.monitoring.per_rank)
 
     # Steps.
@@ -345,6 +345,9 @@ class Run:
         finally:
             if self._station is not None:
                 await self._station.close()
+                self._endpoint = None
+                # Its port may soon be somebody else's, who shall not be sent the token.
+                await asyncio.to_thread(self._folder.write_endpoints, self.endpoints)
 
     async def _settle(self) -> None:
         """Until all that ranks have told is known; what a busy host has not got through by then is left out."""
