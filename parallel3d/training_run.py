@@ -211,7 +211,7 @@ class Run:
 
     @property
     def endpoints(self) -> Mapping[str, Any]:
-        """As in `endpoints.json`: while the run goes on, `metrics`, `page`, `sd` and `token` say where it is watched."""
+        """As in `endpoints.json`: `metrics`, `page`, `sd` and `token` say where it is watched, while it goes on."""
         return run_watch.endpoints(self.run_id, self._endpoint, self.config.monitoring.per_rank)
 
     # Steps.
