@@ -26,7 +26,8 @@ class RunWatch:
 
     def __init__(self, record: RunRecord, folder: RunFolder, endpoint: Endpoint | None) -> None:
         facts = run_facts(record.config, record.facts, folder.run_id)
-        self._station, self._observer = open_station(facts, endpoint)
+        lists_ranks = record.config.monitoring.per_rank
+        self._station, self._observer = open_station(facts, endpoint, lists_ranks=lists_ranks)
         self._observer.on_change.append(folder.note)
         self._record, self._folder = record, folder
 
