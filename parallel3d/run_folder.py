@@ -64,14 +64,19 @@ class RunFolder:
         self._events: int | None = None
 
     @staticmethod
-    def create(config: RunConfig, run_id: str, place: str = "runtime.run_dir") -> RunFolder:
+    def create(
+        config: RunConfig,
+        run_id: str,
+        place: str = "runtime.run_dir",
+        endpoints: Mapping[str, Any] | None = None,
+    ) -> RunFolder:
         """Make it, with what is known from the start. Raises ConfigError where it can't be made."""
         path = Path(config.runtime.run_dir or Path(RUNS, run_id))
         folder = RunFolder(path, run_id)
         try:
             path.mkdir(parents=True, exist_ok=True)
             folder._write("config.yaml", _elsewhere(config).to_yaml())
-            folder._write("endpoints.json", as_json({"run_id": run_id, "pid": os.getpid()}))
+            folder.write_endpoints(endpoints or {"run_id": run_id, "pid": os.getpid()})
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             folder._events = os.open(path / "events.jsonl", flags, 0o666)
         except OSError as error:
@@ -83,10 +88,15 @@ class RunFolder:
         """The configuration as resolved."""
         return self.path / "config.yaml"
 
-    def _write(self, name: str, content: str | bytes) -> None:
+    def write_endpoints(self, endpoints: Mapping[str, Any]) -> None:
+        """Where the run can be watched. Nobody else may read it, for the token."""
+        self._write("endpoints.json", as_json(endpoints), mode=0o600)
+
+    def _write(self, name: str, content: str | bytes, mode: int = 0o666) -> None:
         """Whole or not at all: who reads meanwhile never finds half a file."""
         temporary = self.path / f".{name}.new"
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode), "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         temporary.replace(self.path / name)
 
     # While it runs.
@@ -96,8 +106,9 @@ class RunFolder:
         line = _as_line({"time": round(time.time(), 6), "kind": kind} | fields | {"kind": kind})
         self._thread.submit(self._append, line.encode())
 
-    def observed(self, kind: str, payload: Any) -> None:
-        """For `Observer.on_change`: append what changed."""
+    def note(self, kind: str, payload: Any) -> None:
+        """What an observer has found, from any thread: `parts` of a step, log lines, and which ranks are slow and what
+        else costs time, as it comes and goes."""
         match kind:
             case "parts" | "log":
                 self.event(kind, **payload)
@@ -122,11 +133,11 @@ class RunFolder:
         self,
         record: RunRecord,
         spans: Mapping[int, list[Span]] | None = None,
-        seen: Mapping[str, Any] | None = None,
+        observed: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write what a run leaves. `spans`: of each rank; None: what ranks have left in this folder. `seen`: the
+        """Write what a run leaves. `spans`: of each rank; None: what ranks have left in this folder. `observed`: the
         summary of the run's observer; None: what the record has."""
-        record.seen = record.seen if seen is None else seen
+        record.observed = record.observed if observed is None else observed
         ending = self._thread.submit(self._complete, record, spans)
         self._thread.stop()
         await asyncio.shield(asyncio.wrap_future(ending))

@@ -120,8 +120,9 @@ class RunRecord:
     bandwidths: list[float] = field(default_factory=list)
     """Of the gradients' all-reduce, in 10^9 bytes a second, one for each step that had one."""
     ranks: dict[int, RankTotals] = field(default_factory=dict)
-    seen: Mapping[str, Any] = field(default_factory=dict)
-    """What the run's observer makes of its ranks' events, as `Observer.summary` gives it; empty where none watches."""
+    observed: Mapping[str, Any] = field(default_factory=dict)
+    """What the run's observer made of its ranks' events, as `Observer.summary` gives it; empty before the end, and
+    where nobody looked."""
     malformed: int = 0
 
     def take(self, rank: int, message: Mapping[str, Any]) -> RunStep | None:
@@ -180,19 +181,19 @@ class RunRecord:
         seconds = sum(step.seconds for step in self.counted)
         return sum(step.tokens for step in self.counted) / seconds if seconds > 0 else 0.0
 
-    def seen_of(self, rank: int) -> Mapping[str, Any]:
-        """What was seen of a rank; empty where nothing was."""
-        found: Mapping[str, Any] = self.seen.get("ranks", {}).get(rank, {})
+    def observed_of(self, rank: int) -> Mapping[str, Any]:
+        """What was found of a rank; empty where nothing was."""
+        found: Mapping[str, Any] = self.observed.get("ranks", {}).get(rank, {})
         return found
 
     @property
     def told(self) -> list[int]:
         """The ranks of which a step's parts are known."""
-        return [rank for rank in sorted(self.ranks) if self.seen_of(rank).get("steps")]
+        return [rank for rank in sorted(self.ranks) if self.observed_of(rank).get("steps")]
 
     def parts(self, rank: int) -> TimeParts:
         """Where a rank's time went in the counted steps."""
-        return TimeParts.of(self.seen_of(rank).get("seconds", {}))
+        return TimeParts.of(self.observed_of(rank).get("seconds", {}))
 
     def memory(self) -> int | None:
         """All ranks' most, added up; None before any has told."""
@@ -231,8 +232,8 @@ class RunRecord:
             "learning_rates": [step.learning_rate for step in self.steps],
             "step_seconds": [step.seconds for step in self.steps],
             "ddp_metrics": {"allreduce_bandwidth_gbps": self.bandwidths},
-            **_RUN_UNSEEN,
-            **{name: value for name, value in self.seen.items() if name != "ranks"},
+            **_RUN_UNOBSERVED,
+            **{name: value for name, value in self.observed.items() if name != "ranks"},
             "ranks": [self.metrics_of(rank) for rank in sorted(self.ranks)],
         }
 
@@ -244,14 +245,14 @@ class RunRecord:
             "coords": totals.coords._asdict() if totals.coords is not None else None,
             "device": totals.device,
             "parameters": totals.parameters,
-            **_RANK_UNSEEN,
-            **self.seen_of(rank),
+            **_RANK_UNOBSERVED,
+            **self.observed_of(rank),
             "memory_bytes": totals.memory,
         }
 
 
-_RUN_UNSEEN = {"parts": NO_TIME.to_json(), "bottlenecks": [], "stragglers": []}
-_RANK_UNSEEN = {
+_RUN_UNOBSERVED = {"parts": NO_TIME.to_json(), "bottlenecks": [], "stragglers": []}
+_RANK_UNOBSERVED = {
     "steps": 0,
     "bubble": 0.0,
     "straggler_score": None,

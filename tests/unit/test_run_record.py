@@ -48,7 +48,7 @@ def watch(record: RunRecord, num_steps: int = 3) -> None:
         for rank in range(config.world_size):
             told = Told(step, 100.0 + step).add(What.DATA, 0.1).add(What.F, 0.3, 0, 0).gap(0.1)
             observer.take(rank, events_message(told.done()))
-    record.seen = observer.summary()
+    record.observed = observer.summary()
 
 
 def test_parts_add_up_and_none_is_below_zero():

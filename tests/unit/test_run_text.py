@@ -150,9 +150,9 @@ def test_parts_that_do_not_add_up_and_bottlenecks_are_told(record):
     record.take(0, {"kind": "mesh", "coords": [0, 0, 0]})
     record.take(0, step_message(0))
     watch(record, 1)
-    record.seen["ranks"][0]["remainder_seconds"] = -0.05
+    record.observed["ranks"][0]["remainder_seconds"] = -0.05
     found = {"severity": "high", "message": "rank 0 waits for data.", "remedy": "Raise data.prefetch.", "gain": 0.2}
-    record.seen["bottlenecks"] = [found, {**found, "severity": "low", "gain": None}, found, found]
+    record.observed["bottlenecks"] = [found, {**found, "severity": "low", "gain": None}, found, found]
     assert summary(record, "runs/id", record.metrics()).splitlines()[4:-2] == [
         "(the parts add up to the steps but for 10.0 %)",
         "",
