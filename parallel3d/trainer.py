@@ -19,6 +19,7 @@ from parallel3d.config import RunConfig, load_config
 from parallel3d.event_sender import EventSender
 from parallel3d.gathering import Gathering
 from parallel3d.last_steps import LastSteps
+from parallel3d.rank_endpoint import serving_rank
 from parallel3d.rank_mesh import Mesh
 from parallel3d.run_folder import write_span_file
 from parallel3d.wishes import Wish, Wishes
@@ -100,7 +101,7 @@ async def train(coordinator: Coordinator, owner: Owner, last: LastSteps, gatheri
     owner.send("ready", **_facts(coordinator))
     with _sending_events(coordinator, owner):
         # Left early, it shall stop loading now and not when the garbage collector comes by.
-        async with aclosing(coordinator.batches()) as batches:
+        async with serving_rank(coordinator, owner), aclosing(coordinator.batches()) as batches:
             async for batch in batches:
                 await steps.make(batch)
                 if steps.wish.stops:
