@@ -24,11 +24,17 @@ from runtime.control import Message
 from runtime.errors import CommunicationError, DeadlineExceeded, name_rank
 
 
-class Station(Protocol):
+class Watch(Protocol):
     """Who looks on, where rank 0 is."""
 
     def take(self, rank: int, message: Message) -> object:
         """Never waits."""
+
+    async def settle(self) -> None:
+        """No message comes any more; the record then has what was found."""
+
+    async def close(self) -> None:
+        """The folder is complete."""
 
 
 class RankOwner:
@@ -41,15 +47,17 @@ class RankOwner:
         facts: ModelFacts,
         folder: RunFolder | None,
         on_step: Callable[[RunRecord, RunStep], None],
-        station: Station | None = None,
+        make_watch: Callable[[RunRecord], Watch] | None = None,
     ) -> None:
+        """make_watch: on rank 0, where somebody looks on."""
         self.wish = Wish()
         self.record = RunRecord(config, facts)
         self.spans: dict[int, list[Span]] = {}
-        self._rank, self._folder, self._on_step, self._station = rank, folder, on_step, station
+        self._rank, self._folder, self._on_step, self._make_watch = rank, folder, on_step, make_watch
+        self._watch: Watch | None = None
         self._outbox = Outbox()
         self.num_unheard = 0
-        """Messages that the station failed over."""
+        """Messages that whoever looks on failed over."""
 
     @property
     def is_behind(self) -> bool:
@@ -66,15 +74,17 @@ class RankOwner:
         if step is not None and self._folder is not None:
             self._folder.event("step", **step_event(step))
             self._on_step(self.record, step)
-        if self._station is not None:
+        if self._watch is not None:
             try:
-                self._station.take(rank, message)
+                self._watch.take(rank, message)
             except Exception:  # whoever looks on must not end a run
                 self.num_unheard += 1
 
     async def work(self, make: MakeCoordinator) -> None:
         """All of the run; the folder is complete then, also when it fails."""
         try:
+            if self._make_watch is not None:
+                self._watch = self._make_watch(self.record)
             await self._train(make)
             self.record.status = Status.COMPLETED
         except (asyncio.CancelledError, KeyboardInterrupt):
@@ -125,7 +135,13 @@ class RankOwner:
         if record.error is not None:
             folder.event("failed", **record.error.to_json())
         folder.event("ended", status=record.status, steps=len(record.steps))
-        await folder.complete(record, self.spans)
+        try:
+            if self._watch is not None:
+                await self._watch.settle()
+            await folder.complete(record, self.spans)
+        finally:
+            if self._watch is not None:
+                await self._watch.close()
 
 
 async def gather_json(group: Group, value: Any) -> list[Any]:
