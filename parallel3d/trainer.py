@@ -7,21 +7,24 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from monitoring.time_parts import TimeParts
+from parallel3d.clock_offsets import clock_offset
 from parallel3d.config import RunConfig, load_config
+from parallel3d.event_sender import EventSender
+from parallel3d.gathering import Gathering
 from parallel3d.last_steps import LastSteps
+from parallel3d.rank_endpoint import serving_rank
 from parallel3d.rank_mesh import Mesh
 from parallel3d.run_folder import write_span_file
 from parallel3d.wishes import Wish, Wishes
 from runtime.control import RankControl, rank_control
-from runtime.errors import InvalidCall
+from runtime.errors import InvalidCall, NonFiniteGradient
 from runtime.loop import run
 
 if TYPE_CHECKING:
@@ -40,6 +43,10 @@ class Owner(Protocol):
     @property
     def wish(self) -> Wish:
         """What is wished now; only rank 0's counts."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether what it was told before still waits to be sent."""
 
     def send(self, kind: str, **fields: object) -> None:
         """Tell it something; never waits."""
@@ -63,6 +70,11 @@ class SupervisorOwner:
         if not self._control.is_open:
             self._loop.remove_reader(self._control.fd)
 
+    @property
+    def is_behind(self) -> bool:
+        self._push()
+        return bool(self._unsent)
+
     def send(self, kind: str, **fields: object) -> None:
         """What finds no room, because the supervisor is busy, is sent with the next."""
         self._unsent.append((kind, fields))
@@ -81,87 +93,123 @@ class SupervisorOwner:
             self._push()
 
 
-async def train(coordinator: Coordinator, owner: Owner, last: LastSteps) -> None:
-    """All steps, or as many as the owner wishes."""
-    mesh, steps = coordinator.mesh, _Steps(coordinator, owner, last)
-    wishes = Wishes(mesh)
-    owner.send("ready", device=_device_name(mesh), parameters=coordinator.performance().parameters, pid=os.getpid())
-    # Left early, it shall stop loading now and not when the garbage collector comes by.
-    async with aclosing(coordinator.batches()) as batches:
-        async for batch in batches:
-            wishes.tell(owner.wish)
-            step = await coordinator.train_step(batch)
-            wish = await wishes.agreed()
-            steps.made(step)
-            if wish.number != steps.wish.number:
-                steps.follow(wish, step.step + 1)
-            if wish.stops:
-                break
+async def train(coordinator: Coordinator, owner: Owner, last: LastSteps, gathering: Gathering | None = None) -> None:
+    """All steps, or as many as the owner wishes. gathering: where ranks have to bring together what they tell."""
+    mesh = coordinator.mesh
+    steps = _Steps(coordinator, owner, last, gathering)
+    owner.send("clock", offset=await clock_offset(mesh))
+    owner.send("ready", **_facts(coordinator))
+    with _sending_events(coordinator, owner):
+        # Left early, it shall stop loading now and not when the garbage collector comes by.
+        async with serving_rank(coordinator, owner), aclosing(coordinator.batches()) as batches:
+            async for batch in batches:
+                await steps.make(batch)
+                if steps.wish.stops:
+                    break
     await steps.finish()
 
 
-class _Steps:
-    """Tells the owner of each step."""
+@contextmanager
+def _sending_events(coordinator: Coordinator, owner: Owner) -> Iterator[None]:
+    """Also the last ones, however it ends."""
+    mesh, recorder = coordinator.mesh, coordinator.recorder
+    if recorder is None:
+        yield
+        return
+    sender = EventSender(recorder, owner, lambda: mesh.is_computing, coordinator.queue)
+    sender.start()
+    try:
+        yield
+    finally:
+        sender.stop()
 
-    def __init__(self, coordinator: Coordinator, owner: Owner, last: LastSteps) -> None:
+
+def _facts(coordinator: Coordinator) -> dict[str, object]:
+    mesh = coordinator.mesh
+    return {
+        "device": _device_name(mesh),
+        "parameters": coordinator.performance().parameters,
+        "pid": os.getpid(),
+        "host": mesh.hosts[mesh.rank],
+        "num_cores": len(os.sched_getaffinity(0)),
+        "num_buckets": coordinator.num_buckets,
+    }
+
+
+class _Steps:
+    """Makes each step, and tells the owner of it."""
+
+    def __init__(
+        self, coordinator: Coordinator, owner: Owner, last: LastSteps, gathering: Gathering | None = None
+    ) -> None:
         self._coordinator, self._mesh, self._owner, self._last = coordinator, coordinator.mesh, owner, last
-        self._ended = time.perf_counter()
+        self._gathering, self._wishes = gathering, Wishes(coordinator.mesh)
+        self._num_made = 0
         self._looked = float("-inf")
         self._looking: asyncio.Task[None] | None = None
         self.wish = Wish()
 
+    async def make(self, batch: Any) -> None:
+        """The next step, with what goes on beside it."""
+        wish, gathering = self._owner.wish, self._gathering
+        self._wishes.tell(wish if gathering is None else wish._replace(room=gathering.wished_room))
+        if gathering is not None:
+            gathering.begin(self.wish.room)
+        step = await self._train(batch)
+        agreed = await self._wishes.agreed()
+        if gathering is not None:
+            await gathering.end()
+        self.made(step)
+        self.follow(agreed, step.step + 1)
+
+    async def _train(self, batch: Any) -> TrainStep:
+        try:
+            return await self._coordinator.train_step(batch)
+        except NonFiniteGradient:
+            if self._mesh.rank == 0:  # all ranks know
+                self._owner.send("nonfinite", step=self._num_made)
+            raise
+
     def made(self, step: TrainStep) -> None:
         """A step has ended just now."""
-        began, self._ended = self._ended, time.perf_counter()
-        seconds = self._ended - began
-        self._last.add(step, began, self._ended)
-        known = _known_parts(step)
-        parts = TimeParts.of({**known, "other": seconds - sum(known.values())})
-        fields: dict[str, object] = {"step": step.step, "bubble": step.bubble, "parts": list(parts.seconds)}
-        if self._mesh.rank == 0:
-            fields |= {
-                "loss": step.loss,
-                "grad_norm": step.grad_norm,
-                "learning_rate": step.learning_rate,
-                "tokens": step.tokens,
-                "seconds": seconds,
-                "bandwidth": step.all_reduce_bandwidth,
-            }
-        self._owner.send("step", **fields)
-        if self._ended - self._looked > _MEMORY_SECONDS:
-            self._looked = self._ended
+        self._num_made += 1
+        self._last.add(step)
+        if self._mesh.rank == 0:  # for all: what its own time went into, each rank tells by its events
+            self._owner.send(
+                "step",
+                step=step.step,
+                loss=step.loss,
+                grad_norm=step.grad_norm,
+                learning_rate=step.learning_rate,
+                tokens=step.tokens,
+                seconds=step.ended - step.began,
+                bandwidth=step.all_reduce_bandwidth,
+            )
+        if step.ended - self._looked > _MEMORY_SECONDS:
+            self._looked = step.ended
             self._looking = asyncio.create_task(self._note_memory())
 
     def follow(self, wish: Wish, first: int) -> None:
         """Do what all ranks have agreed on, from step `first` on."""
         if wish.learning_rate != self.wish.learning_rate:
             self._coordinator.learning_rate = wish.learning_rate
-        self.wish = wish
-        if self._mesh.rank == 0:
+        is_new, self.wish = wish.number != self.wish.number, wish
+        if is_new and self._mesh.rank == 0:
             self._owner.send("agreed", number=wish.number, step=first, learning_rate=wish.learning_rate)
 
     async def _note_memory(self) -> None:
         """In a thread, while the next step is under way: it takes some milliseconds."""
         found = await asyncio.to_thread(used_memory, self._mesh.world.device)
         if found is not None:
-            self._owner.send("memory", bytes=found)
+            self._owner.send("memory", bytes=found, kinds=self._coordinator.memory())
 
     async def finish(self) -> None:
         """After the last step."""
+        if self._gathering is not None:
+            await self._gathering.close()
         if self._looking is not None:
             await self._looking
         await self._note_memory()
-
-
-def _known_parts(step: TrainStep) -> dict[str, float]:
-    return {
-        "compute": step.compute_seconds,
-        "tp_comm": step.tensor_seconds,
-        "pp_comm": step.pipeline_seconds + step.transfer_seconds,
-        "dp_comm": step.reduce_seconds,
-        "optimizer": step.optimizer_seconds,
-        "data": step.data_seconds,
-    }
 
 
 def used_memory(device: torch.device) -> int | None:
@@ -189,7 +237,7 @@ async def train_for_supervisor(folder: Path, make: MakeCoordinator) -> None:
     owner = SupervisorOwner(control)
     try:
         async with make(config) as coordinator:
-            last = LastSteps(coordinator.mesh)
+            last = LastSteps(coordinator.mesh, coordinator.recorder)
             try:
                 await train(coordinator, owner, last)
             finally:

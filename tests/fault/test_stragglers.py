@@ -1,0 +1,116 @@
+"""A rank that becomes slow is named soon, whatever made it slow; where nothing disturbs, none is."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import parallel3d
+from parallel3d.config import load_config
+from parallel3d.training_run import Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
+    found = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    return [each for each in found if each["kind"] == kind]
+
+
+async def finished(folder: Path, given: dict[str, Any]) -> Path:
+    async with started(folder, given) as run:
+        await run.summary()
+    return folder
+
+
+def started(folder: Path, given: dict[str, Any]) -> Run:
+    return parallel3d.start(load_config(None, overrides={"runtime.run_dir": str(folder), **given}))
+
+
+SLOW, FIRST, SECONDS = 1, 10, 0.08
+MESHES = pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}, {"pp": 2}], ids=["dp2", "tp2", "pp2"])
+
+
+def held(pids: Path, mesh: dict[str, int], steps: int, seconds: float = 0.0) -> dict[str, Any]:
+    """Two ranks that compute for some ten milliseconds a step; one sleeps from a step on, in each of its forwards."""
+    microbatches = 2 if "pp" in mesh else 1
+    return {
+        "model": {
+            "factory": "tests.slow_models:held",
+            "args": {
+                "pids": str(pids),
+                "rank": SLOW,
+                "first_step": FIRST * microbatches,
+                "seconds": seconds / microbatches,
+            },
+            "loss": "mse",
+        },
+        "data.factory": "tests.slow_models:Numbers",
+        "parallel": mesh,
+        "pipeline.microbatches": microbatches,
+        "train": {"steps": steps, "batch_size": 32},
+        "runtime.threads": 1,
+    }
+
+
+def named(folder: Path) -> dict[int, list[int]]:
+    """The ranks that are named, by step."""
+    return {each["step"]: each["stragglers"] for each in lines(folder, "parts")}
+
+
+@MESHES
+async def test_a_rank_that_sleeps_in_its_forward_is_named_within_three_steps(tmp_path, mesh):
+    folder = await finished(tmp_path / "run", held(tmp_path, mesh, steps=20, seconds=SECONDS))
+    by_step = named(folder)
+    assert by_step.keys() == set(range(20))
+    assert by_step[FIRST + 2] == [SLOW], by_step
+    assert {step: ranks for step, ranks in by_step.items() if step < FIRST and ranks} == {}
+    assert all(ranks == [SLOW] for step, ranks in by_step.items() if step >= FIRST + 2), by_step
+
+
+@contextmanager
+def half_a_core() -> Iterator[Path]:
+    """A control group whose processes have a core for half of the time."""
+    group = Path(f"/sys/fs/cgroup/cpu/parallel3d-test-{os.getpid()}")
+    group.mkdir()
+    try:
+        (group / "cpu.cfs_period_us").write_text("10000")
+        (group / "cpu.cfs_quota_us").write_text("5000")
+        yield group
+    finally:
+        for pid in (group / "cgroup.procs").read_text().split():
+            (group.parent / "cgroup.procs").write_text(pid)
+        group.rmdir()
+
+
+@pytest.mark.skipif(
+    not os.access("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", os.W_OK), reason="needs root and control groups, version 1"
+)
+@MESHES
+async def test_a_rank_with_half_a_core_is_named_within_three_steps(tmp_path, mesh):
+    with half_a_core() as group:
+        async with started(tmp_path / "run", held(tmp_path, mesh, steps=400)) as run:
+            async for step in run:
+                if step.step == FIRST:
+                    (group / "cgroup.procs").write_text((tmp_path / str(SLOW)).read_text())
+                    limited = run.record.steps[-1].step + 1  # the step that was under way counts as well
+                if step.step > FIRST and step.step >= limited + 5:
+                    await run.stop()
+            await run.summary()
+    by_step = named(tmp_path / "run")
+    assert {step: ranks for step, ranks in by_step.items() if step < FIRST and ranks} == {}
+    assert by_step[limited + 3] == [SLOW], (limited, by_step)
+
+
+@MESHES
+async def test_nobody_is_named_where_nothing_is_wrong(tmp_path, mesh):
+    assert len(os.sched_getaffinity(0)) >= 2
+    folder = await finished(tmp_path / "run", held(tmp_path, mesh, steps=200))
+    by_step = named(folder)
+    assert by_step == {step: [] for step in range(200)}, {step: ranks for step, ranks in by_step.items() if ranks}
