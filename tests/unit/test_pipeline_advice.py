@@ -10,6 +10,8 @@ import pytest
 from monitoring.observations import Window
 from parallel3d.config import load_config
 from parallel3d.pipeline_advice import PipelinePlan, PipelinePlanner
+from parallel3d.schedules.build import build
+from parallel3d.simulation import Costs, simulate
 from tests.windows import mesh, piped
 
 
@@ -100,8 +102,9 @@ def test_tensor_parallel_exchanges_and_messages_are_part_of_the_pipeline():
     window = replace(window, ranks=with_tp, seconds=0.33)
     plan = PipelinePlanner.of_facts(facts).plan(window)
     assert plan is not None
-    # 0.15 s a stage, 0.01 s a message on the critical path there and back; then an eighth of each.
-    now, then = 2 * 0.15 + 2 * 0.01, 9 / 8 * 0.15 + 2 * 0.01 / 8
+    # 0.15 s a stage, 0.01 s a message, there and back; then an eighth of each.
+    now, each = 2 * 0.15 + 2 * 0.01, 0.15 / 3 / 8
+    then = simulate(build("1f1b", 2, 8), Costs(2, each, each, each, transfer=0.01 / 8)).makespan
     assert plan.step_seconds(microbatches=8) == pytest.approx(0.33 - now + then)
 
 
@@ -122,7 +125,7 @@ def test_a_window_that_does_not_tell():
         ("model: {factory: llama, args: {layers: 7}}\nparallel: {pp: 2}", (4, 3), True),
         ("model: {args: {layers: 8}}\nparallel: {pp: 2}\npipeline: {layers_per_stage: [1, 7]}", (1, 7), True),
         ("model: {args: {layers: 8}}\nparallel: {pp: 2}\npipeline: {layers_per_stage: profile}", (), True),
-        ('model: {factory: "my:build"}\nparallel: {pp: 2}', (), False),
+        ('model: {factory: "tests.user_models:regression"}\nparallel: {pp: 2}', (), False),
         ("model: {args: {layers: 8}}\nparallel: {pp: 2}\npipeline: {schedule: zbv}", (2, 2, 2, 2), True),
     ],
 )
