@@ -11,6 +11,8 @@ import pytest
 
 from tests.processes import Started, write_script
 
+pytestmark = pytest.mark.slow
+
 # A model and data of the user's own; what goes wrong is an argument. Layers compute, and do not sleep, unless they are
 # the trouble.
 OWN = """
@@ -38,8 +40,8 @@ def build(layers=4, width=192, trouble=""):
     return nn.Sequential(*(Layer(width, trouble if index == layers - 1 else "") for index in range(layers)))
 
 class Data:
-    def __init__(self, seconds=0.0):
-        self.x, self.seconds = torch.randn(64, 128, 192), seconds
+    def __init__(self, seconds=0.0, length=128):
+        self.x, self.seconds = torch.randn(64, length, 192), seconds
     def __len__(self):
         return 64
     def __getitem__(self, index):
@@ -47,7 +49,10 @@ class Data:
         return self.x[index], self.x[index]
 
 def slow_data():
-    return Data(0.05)
+    return Data(seconds=0.05)
+
+def short_data():
+    return Data(length=1)
 """
 YAML = """
 model: {factory: "own:build", loss: mse}
@@ -57,7 +62,6 @@ runtime: {threads: 1}
 optimizer: {name: sgd, lr: 1.0e-4}
 train: {steps: 14, batch_size: 16}
 """
-GPT = "model.factory=gpt"
 
 
 @pytest.fixture
@@ -80,10 +84,6 @@ def bottlenecks(folder: Path, *settings: str, cores: set[int] | None = None) -> 
     with started:
         assert started.finish(60) == 0, started.stderr.text
     found = json.loads((folder / "out" / "metrics.json").read_text())
-    if os.environ.get("SHOW"):
-        print(json.dumps(found["bottlenecks"], indent=1), found["parts"], found["step_seconds"])
-        for rank in found["ranks"]:
-            print(rank)
     return found["bottlenecks"]
 
 
@@ -127,7 +127,7 @@ def test_one_microbatch(folder):
 
 
 def test_tiny_buckets(folder):
-    one = only(folder, "parallel.dp=2", "comm.bucket_size=1 KiB", "model.args.layers=64", "train.batch_size=2")
+    one = only(folder, "parallel.dp=2", "comm.bucket_size=1 KiB", "model.args.layers=64", "data.factory=own:short_data")
     assert (one["kind"], one["axis"], one["key"]) == ("small_buckets", "dp", "comm.bucket_size")
 
 

@@ -197,9 +197,17 @@ def test_a_rank_without_its_core():
 
 
 def test_nobody_waits_for_a_straggler():
+    facts = mesh(pp=2, microbatches=8, layers_per_stage=(2, 6))
+    light = piped(facts, [0.1, 0.3])
+    late = replace(light, stragglers=(straggler(0, 0.6, "processor"),))
+    assert only(late, facts).kind == "uneven_stages", "it has time enough, and explains nothing"
     facts = mesh(dp=2)
-    window = window_of(rank_window(0, {"straggler": 0.001}), rank_window(1), stragglers=(straggler(1),))
-    assert only(window, facts).gain == pytest.approx(0.01)
+    window = window_of(rank_window(0, {"straggler": 0.004}), rank_window(1), stragglers=(straggler(1),))
+    assert found(window, facts) == []
+    window = window_of(rank_window(0, {"straggler": 0.007}), rank_window(1), stragglers=(straggler(1),))
+    assert only(window, facts).gain == pytest.approx(0.07)
+    alone = window_of(rank_window(0), stragglers=(straggler(0, 0.6, "itself"),))
+    assert only(alone, mesh()).gain == pytest.approx(0.85 * 0.4)
 
 
 def test_a_straggling_host():
