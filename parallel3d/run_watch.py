@@ -27,7 +27,8 @@ class RunWatch:
 
     def __init__(self, record: RunRecord, folder: RunFolder, endpoint: Endpoint | None) -> None:
         facts = run_facts(record.config, record.facts, folder.run_id)
-        self._station, self._observer = open_station(facts, endpoint, PipelinePlanner.of_config(record.config))
+        planner, lists_ranks = PipelinePlanner.of_config(record.config), record.config.monitoring.per_rank
+        self._station, self._observer = open_station(facts, endpoint, planner, lists_ranks=lists_ranks)
         self._observer.on_change.append(folder.note)
         self._record, self._folder = record, folder
 
