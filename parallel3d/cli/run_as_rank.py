@@ -18,7 +18,7 @@ from parallel3d.cli.validate import EXIT_BAD_CONFIG
 from parallel3d.config import RunConfig, load_config, locate
 from parallel3d.run_endpoint import endpoints, open_endpoint
 from parallel3d.run_folder import RunFolder, check_run_dir, new_run_id
-from parallel3d.run_record import Status
+from parallel3d.run_record import RunRecord, RunStep, Status
 from parallel3d.run_watch import RunWatch
 from runtime.environment import read_environment
 from runtime.errors import ConfigError
@@ -63,9 +63,14 @@ def run_as_rank(file: Path, overrides: Mapping[str, str], place: str, as_json: b
     from parallel3d.unsupervised import RankOwner
 
     live = LiveLine(sys.stderr, os.environ, shutil.get_terminal_size().columns)
-    owner = RankOwner(environment.rank, config, facts, folder, live.show)
+    watch: RunWatch | None = None
+
+    def show(record: RunRecord, step: RunStep) -> None:
+        live.show(record, step, watch.bubble if watch is not None else None)
+
+    owner = RankOwner(environment.rank, config, facts, folder, show)
     if folder is not None and config.monitoring.enabled:
-        owner.watch = RunWatch(owner.record, folder, endpoint)
+        watch = owner.watch = RunWatch(owner.record, folder, endpoint)
     try:
         with redirect_stdout(sys.stderr):
             run(lambda: owner.work(Coordinator.from_config))
