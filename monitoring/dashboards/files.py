@@ -24,8 +24,8 @@ MARK = "Written by `parallel3d dashboards`"
 _RUN_IT = """\
 #   PARALLEL3D_SOURCE=/path/to/parallel3d docker compose up
 # builds an image from those sources and runs run.yaml; Grafana is then at http://127.0.0.1:3000. The file is looked for
-# beside this one, or in PARALLEL3D_PROJECT, the folder with your own model and data. What the run writes there belongs to
-# PARALLEL3D_USER, 1000:1000 unless you set it; `id -u` tells yours.
+# beside this one, or in PARALLEL3D_PROJECT, the folder with your own model and data. What the run writes there belongs
+# to PARALLEL3D_USER, 1000:1000 unless you set it.
 """
 _LOOK_ONLY = """\
 #   docker compose up
@@ -55,7 +55,7 @@ def write_files(folder: Path, texts: Mapping[str, str]) -> list[Path]:
     paths = {folder / name: text for name, text in texts.items()}
     for path in paths:
         if path.exists() and MARK not in path.read_text(errors="replace"):
-            raise FileExistsError(f"{path} was not written by this command, and is left as it is.")
+            raise FileExistsError(f"{path} was not written by this command, and is left as it is. Give another folder.")
     for path, text in paths.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         _replace(path, text)
