@@ -192,11 +192,6 @@ def _host_address(value: Any) -> str:
     return str(value)
 
 
-def is_loopback(address: str) -> bool:
-    """Whether nobody but this host can reach it."""
-    return address == "localhost" or ipaddress.ip_address(address).is_loopback
-
-
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 HostAddress = Annotated[

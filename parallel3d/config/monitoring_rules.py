@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from monitoring.addresses import is_loopback
 from parallel3d.config.errors import enumerate_words
-from parallel3d.config.fields import is_loopback
 from parallel3d.config.findings import Finding, Rule
 from parallel3d.config.models import RunConfig
 
