@@ -56,7 +56,7 @@ def _of_rank(rank: int, place: tuple[int, ...], age: float, now: float) -> Itera
         yield f'phase_seconds_total{{rank="{rank}",phase="{part}"}}', age * share
     for name in ("unattributed_seconds_total", "core_wait_seconds_total", "compute_cpu_seconds_total"):
         yield f'{name}{{rank="{rank}"}}', age * 0.01
-    for kind, size in (("total", 1e9), ("weights", 2e8), ("gradients", 1e8)):
+    for kind, size in (("process", 1e9), ("weights", 2e8), ("gradients", 1e8)):
         yield f'memory_bytes{{rank="{rank}",kind="{kind}"}}', size
     yield f'straggler_score_ratio{{rank="{rank}"}}', SLOW_SCORE if rank == SLOW_RANK else 1.0
     yield f'event_loop_lag_worst_seconds{{rank="{rank}"}}', 0.01

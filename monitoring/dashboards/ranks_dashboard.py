@@ -7,6 +7,9 @@ from monitoring.dashboards.expressions import RUN
 from monitoring.dashboards.panels import Panel, Query, lines
 from monitoring.dashboards.setup import MOST_ROWS, Setup
 
+_WHOLE = "process"
+"""The kind of memory that holds all others."""
+
 
 def ranks_dashboard(setup: Setup) -> Dashboard:
     """A line a rank, as long as that can be read; then the ones that matter most."""
@@ -23,7 +26,7 @@ def ranks_dashboard(setup: Setup) -> Dashboard:
 
 
 def _memory(setup: Setup) -> list[Panel]:
-    by_rank, by_kind = (SHOWN.series("memory_bytes", f'kind{sign}"total"') for sign in ("=", "!="))
+    by_rank, by_kind = (SHOWN.series("memory_bytes", f'kind{sign}"{_WHOLE}"') for sign in ("=", "!="))
     return [
         lines(
             "Memory by rank",
