@@ -35,7 +35,7 @@ _LOOK_ONLY = """\
 
 def files_for(setup: Setup, run_yaml: str | None = None) -> dict[str, str]:
     """Text by path. The same bytes for the same setup. `run_yaml` is what the compose file shall run."""
-    hint = _RUN_IT if setup.target.is_local else _LOOK_ONLY.format(target=setup.target.url)
+    hint = _RUN_IT if setup.runs_here else _LOOK_ONLY.format(target=setup.target.url)
     texts = {
         "grafana/dashboards/run.json": _json(run_dashboard(), setup),
         "grafana/dashboards/mesh.json": _json(mesh_dashboard(setup), setup),

@@ -82,10 +82,10 @@ def compose(setup: Setup) -> dict[str, Any]:
 
     The namespace is Prometheus': a run ends, and what it was shall still be seen. A run elsewhere is not started.
     """
-    run = {"run": _run(setup)} if setup.target.is_local else {}
+    run = {"run": _run(setup)} if setup.runs_here else {}
     return {
         "name": TAG,
-        "services": {**run, "prometheus": _prometheus_service(), "grafana": _grafana_service()},
+        "services": {**run, "prometheus": _prometheus_service(setup.target), "grafana": _grafana_service()},
         "volumes": {"prometheus-data": {}, "grafana-data": {}},
     }
 
@@ -108,7 +108,9 @@ def _run(setup: Setup) -> dict[str, Any]:
     }
 
 
-def _prometheus_service() -> dict[str, Any]:
+def _prometheus_service(target: Target) -> dict[str, Any]:
+    """With the files that it needs to be let in, where they are not beside its configuration."""
+    secrets = [path for path in (target.token_file, target.ca_file) if path is not None and path.startswith("/")]
     return {
         "image": _PROMETHEUS_IMAGE,
         "command": [
@@ -116,7 +118,11 @@ def _prometheus_service() -> dict[str, Any]:
             "--storage.tsdb.path=/prometheus",
             "--storage.tsdb.retention.time=30d",
         ],
-        "volumes": ["./prometheus:/etc/prometheus:ro", "prometheus-data:/prometheus"],
+        "volumes": [
+            "./prometheus:/etc/prometheus:ro",
+            "prometheus-data:/prometheus",
+            *(f"{path}:{path}:ro" for path in secrets),
+        ],
         "ports": [f"127.0.0.1:{port}:{port}" for port in (_PROMETHEUS_PORT, _GRAFANA_PORT)],
         "restart": "unless-stopped",
     }

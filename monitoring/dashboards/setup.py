@@ -36,6 +36,11 @@ class Setup:
         return self.dp * self.tp * self.pp
 
     @property
+    def runs_here(self) -> bool:
+        """Whether the compose file starts the run, too: one that asks for nothing but to be on its loopback."""
+        return self.target.is_local and not self.target.tls and self.target.token_file is None
+
+    @property
     def mesh(self) -> str:
         return f"dp {self.dp} x tp {self.tp} x pp {self.pp}"
 

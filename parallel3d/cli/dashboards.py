@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -116,7 +117,9 @@ def _as_configured(config: RunConfig | None, token_file: str | None, ca_file: st
     keys = config.monitoring
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(keys.host, keys.host)
     tls = keys.tls_certificate is not None
-    return Target(host, keys.port or DEFAULT_PORT, tls, token_file or keys.token_file, ca_file)
+    if token_file is None and keys.token_file is not None:
+        token_file = os.path.abspath(keys.token_file)  # Prometheus would look beside its own configuration
+    return Target(host, keys.port or DEFAULT_PORT, tls, token_file, ca_file)
 
 
 def _wanted(target: Target) -> str:

@@ -13,6 +13,7 @@ import yaml
 
 from monitoring.dashboards import Setup, Target, files_for, write_files
 from monitoring.dashboards.alert_rules import alerts
+from monitoring.metric_families import RUN_FAMILIES
 from monitoring.time_parts import PARTS
 from tests.processes import ROOT
 from tests.prometheus import needs_prometheus, promtool
@@ -280,6 +281,14 @@ def test_a_run_that_is_elsewhere_is_only_looked_at():
     assert as_yaml("compose.yaml", Setup(target=Target("node1", 443)))["services"].keys() == {"prometheus", "grafana"}
 
 
+def test_prometheus_in_its_container_has_the_files_that_let_it_in():
+    away = Setup(target=Target(tls=True, token_file="/secrets/token", ca_file="ca.pem"))
+    services = as_yaml("compose.yaml", away)["services"]
+    assert services.keys() == {"prometheus", "grafana"}  # a run that asks for a token is not the compose file's
+    assert services["prometheus"]["volumes"][-1] == "/secrets/token:/secrets/token:ro"
+    assert not any("ca.pem" in volume for volume in services["prometheus"]["volumes"])  # beside prometheus.yml
+
+
 def test_the_data_source_is_provisioned_under_its_name():
     (source,) = as_yaml("grafana/provisioning/datasources/parallel3d.yaml", Setup(datasource="M", interval=7))[
         "datasources"
@@ -370,6 +379,17 @@ def test_the_endpoint_is_the_files(tmp_path):
     assert {name: (tmp_path / "o" / name).read_text() for name in expected} == expected
 
 
+def test_a_run_with_tls_is_asked_with_its_token(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "monitoring: {host: 0.0.0.0, port: 9000, token_file: token, tls_certificate: c.pem, tls_key: k.pem}\n"
+    )
+    done = command("--out", "o", "run.yaml", "--ca-file", "/ca.pem", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    target = Target("127.0.0.1", 9000, tls=True, token_file=str(tmp_path / "token"), ca_file="/ca.pem")
+    expected = files_for(Setup(target=target))
+    assert {name: (tmp_path / "o" / name).read_text() for name in expected} == expected
+
+
 def test_files_of_others_are_left_alone(tmp_path):
     (tmp_path / "compose.yaml").write_text("services: {}\n")
     done = command("--out", ".", cwd=tmp_path)
@@ -394,3 +414,20 @@ def test_a_bad_target_and_a_bad_file_have_their_own_exit_codes(tmp_path):
     (tmp_path / "run.yaml").write_text("parallel: {dp: 0}\n")
     assert command("--out", "o", "run.yaml", cwd=tmp_path).returncode == 3
     assert not (tmp_path / "o").exists()
+
+
+# Their page.
+
+
+def test_the_page_lists_every_metric_with_its_labels():
+    text = (ROOT / "docs" / "prometheus.md").read_text()
+    listed = re.findall(r"^\| `(\w+)(?:\{([\w,]*)\})?` \| (counter|gauge|histogram|info) \|", text, re.MULTILINE)
+    assert {(name, tuple(filter(None, labels.split(","))), kind) for name, labels, kind in listed} == {
+        (name, family.labels, family.kind) for name, family in RUN_FAMILIES.items()
+    }
+
+
+def test_the_page_lists_every_alert():
+    text = (ROOT / "docs" / "prometheus.md").read_text()
+    for alert in alerts():
+        assert f"| `{alert.name}` | {alert.severity} | " in text
