@@ -17,6 +17,7 @@ import torch
 from parallel3d.config import RunConfig, load_config
 from parallel3d.event_sender import EventSender
 from parallel3d.last_steps import LastSteps
+from parallel3d.rank_endpoint import serving_rank
 from parallel3d.rank_mesh import Mesh
 from parallel3d.run_folder import write_span_file
 from parallel3d.wishes import Wish, Wishes
@@ -97,7 +98,7 @@ async def train(coordinator: Coordinator, owner: Owner, last: LastSteps) -> None
     owner.send("ready", **_facts(coordinator))
     # Left early, it shall stop loading now and not when the garbage collector comes by.
     with _sending_events(coordinator, owner):
-        async with aclosing(coordinator.batches()) as batches:
+        async with serving_rank(coordinator, owner), aclosing(coordinator.batches()) as batches:
             async for batch in batches:
                 wishes.tell(owner.wish)
                 step = await steps.make(batch)
