@@ -148,7 +148,7 @@ def nice_ticks(low: float, high: float, about: int = 4) -> list[float]:
 
 
 def _time(record: RunRecord) -> str:
-    told = [rank for rank, totals in sorted(record.ranks.items()) if totals.num_steps]
+    told = record.told
     if not told:
         return "<p>No step was made.</p>"
     each = [record.parts(rank) for rank in told]

@@ -17,7 +17,7 @@ from parallel3d.run_folder import RunFolder, check_run_dir, new_run_id, take_spa
 from parallel3d.run_record import RunError, RunRecord, Status
 from parallel3d.run_report import nice_ticks, to_page
 from runtime.errors import ConfigError, Coords
-from tests.unit.test_run_record import step_message
+from tests.unit.test_run_record import step_message, watch
 
 
 def config_of(run_dir: Path | None = None, **overrides):
@@ -54,6 +54,38 @@ async def test_what_a_run_leaves(here):
     assert json.loads((folder.path / "endpoints.json").read_text())["pid"] == os.getpid()
     trace = json.loads(gzip.decompress((folder.path / "trace.json.gz").read_bytes()))
     assert "0F0" in {event["name"] for event in trace["traceEvents"]}
+
+
+async def test_what_an_observer_sees_is_written(here):
+    folder = RunFolder.create(config_of(), "id")
+    folder.note("step", {"step": 0})  # which whoever supervises writes
+    folder.note("parts", {"step": 0, "seconds": 0.5, "parts": {"compute": 0.5}, "stragglers": []})
+    folder.note("log", {"time": 5.0, "event": "hello", "kind": "odd", "self": 1, "loss": float("nan")})
+    straggler = {"rank": 1, "score": 0.5, "compared_with": "peers", "since_step": 3, "host": None}
+    folder.note("stragglers", [{"state": "found", **straggler}])
+    bottleneck = {"kind": "data_starved", "severity": "high", "rank": 1}
+    folder.note("bottlenecks", [{"state": "gone", **bottleneck}])
+    observed = {
+        "parts": {"compute": 1.0},
+        "ranks": {0: {"steps": 1, "seconds": {"compute": 0.5}}},
+        "bottlenecks": [bottleneck],
+    }
+    record = RunRecord(config_of())
+    record.take(0, {"kind": "mesh", "coords": [0, 0, 0]})
+    await folder.complete(record, observed=observed)
+    lines = [json.loads(line) for line in (folder.path / "events.jsonl").read_text().splitlines()]
+    assert [line.pop("kind") for line in lines] == ["parts", "log", "straggler", "bottleneck"]
+    times = [line.pop("time") for line in lines]
+    assert times[1] == 5.0, "when the rank said it"
+    assert lines == [
+        {"step": 0, "seconds": 0.5, "parts": {"compute": 0.5}, "stragglers": []},
+        {"event": "hello", "self": 1, "loss": None},
+        {"state": "found", **straggler},
+        {"state": "gone", "bottleneck": bottleneck},
+    ]
+    metrics = json.loads((folder.path / "metrics.json").read_text())
+    assert (metrics["parts"], metrics["bottlenecks"]) == ({"compute": 1.0}, [bottleneck])
+    assert metrics["ranks"][0]["seconds"] == {"compute": 0.5}
 
 
 def test_the_configuration_it_keeps_can_be_run_again(here):
@@ -133,6 +165,7 @@ def test_the_page_shows_the_run():
         record.take(rank, {"kind": "mesh", "coords": [rank, 0, 0]})
         for step in range(5):
             record.take(rank, step_message(step, loss=5.0 - step))
+    watch(record, 5)
     page = page_of(record)
     text = text_of(page)
     assert "completed" in text
