@@ -65,7 +65,11 @@ RUN_FAMILIES = {
         "gauge", "The latest timer of a rank's event loop since it started.", ("rank",)
     ),
     # What they need and how they are.
-    "memory_bytes": Family("gauge", "A rank's memory; the kind total is what the system counts.", ("rank", "kind")),
+    "memory_bytes": Family(
+        "gauge",
+        "A rank's memory; the kind process is what the system counts, all others are within it.",
+        ("rank", "kind"),
+    ),
     "memory_budget_bytes": Family("gauge", "What a rank may use, as configured."),
     "data_queue_batches": Family("gauge", "Batches that wait when a rank asks for one, on average.", ("rank",)),
     "data_queue_capacity_batches": Family("gauge", "Batches that can wait."),

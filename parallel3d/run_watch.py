@@ -13,6 +13,7 @@ from monitoring.facts import RunFacts
 from monitoring.watch import open_station
 from parallel3d import __version__
 from parallel3d.config import RunConfig
+from parallel3d.pipeline_advice import PipelinePlanner
 from parallel3d.run_endpoint import endpoints
 from parallel3d.run_folder import RunFolder
 from parallel3d.run_record import ModelFacts, RunRecord
@@ -26,8 +27,8 @@ class RunWatch:
 
     def __init__(self, record: RunRecord, folder: RunFolder, endpoint: Endpoint | None) -> None:
         facts = run_facts(record.config, record.facts, folder.run_id)
-        lists_ranks = record.config.monitoring.per_rank
-        self._station, self._observer = open_station(facts, endpoint, lists_ranks=lists_ranks)
+        planner, lists_ranks = PipelinePlanner.of_config(record.config), record.config.monitoring.per_rank
+        self._station, self._observer = open_station(facts, endpoint, planner, lists_ranks=lists_ranks)
         self._observer.on_change.append(folder.note)
         self._record, self._folder = record, folder
 

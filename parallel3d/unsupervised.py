@@ -31,10 +31,10 @@ class Watch(Protocol):
         """Never waits."""
 
     async def settle(self) -> None:
-        """No message comes any more; the record then has what was found."""
+        """Once no message comes any more, before the folder is complete."""
 
     async def close(self) -> None:
-        """The folder is complete."""
+        """Once it is."""
 
 
 class RankOwner:
@@ -47,15 +47,13 @@ class RankOwner:
         facts: ModelFacts,
         folder: RunFolder | None,
         on_step: Callable[[RunRecord, RunStep], None],
-        make_watch: Callable[[RunRecord], Watch] | None = None,
     ) -> None:
-        """make_watch: on rank 0, where somebody looks on."""
         self.wish = Wish()
         self.record = RunRecord(config, facts)
         self.spans: dict[int, list[Span]] = {}
-        self._rank, self._folder, self._on_step, self._make_watch = rank, folder, on_step, make_watch
-        self._watch: Watch | None = None
+        self._rank, self._folder, self._on_step = rank, folder, on_step
         self._outbox = Outbox()
+        self.watch: Watch | None = None
         self.num_unheard = 0
         """Messages that whoever looks on failed over."""
 
@@ -74,17 +72,15 @@ class RankOwner:
         if step is not None and self._folder is not None:
             self._folder.event("step", **step_event(step))
             self._on_step(self.record, step)
-        if self._watch is not None:
+        if self.watch is not None:
             try:
-                self._watch.take(rank, message)
+                self.watch.take(rank, message)
             except Exception:  # whoever looks on must not end a run
                 self.num_unheard += 1
 
     async def work(self, make: MakeCoordinator) -> None:
         """All of the run; the folder is complete then, also when it fails."""
         try:
-            if self._make_watch is not None:
-                self._watch = self._make_watch(self.record)
             await self._train(make)
             self.record.status = Status.COMPLETED
         except (asyncio.CancelledError, KeyboardInterrupt):
@@ -136,12 +132,12 @@ class RankOwner:
             folder.event("failed", **record.error.to_json())
         folder.event("ended", status=record.status, steps=len(record.steps))
         try:
-            if self._watch is not None:
-                await self._watch.settle()
+            if self.watch is not None:
+                await self.watch.settle()
             await folder.complete(record, self.spans)
         finally:
-            if self._watch is not None:
-                await self._watch.close()
+            if self.watch is not None:
+                await self.watch.close()
 
 
 async def gather_json(group: Group, value: Any) -> list[Any]:

@@ -23,6 +23,7 @@ from monitoring.metrics import RunMetrics
 from monitoring.observations import Bottleneck, Severity
 from monitoring.observer import Observer
 from monitoring.time_parts import PARTS
+from tests.processes import ROOT
 
 FACTS = RunFacts(
     run_id="20260101-000000-abcd",
@@ -268,6 +269,13 @@ def test_all_names_are_there_with_their_labels_and_no_others():
             assert set(sample.labels) - {"le"} == set(family.labels)
         if name != "model_flops_utilization_ratio":
             assert told.samples, name
+
+
+def test_the_docs_tell_every_metric():
+    told = (ROOT / "docs" / "prometheus.md").read_text()
+    for name, family in RUN_FAMILIES.items():
+        labels = f"{{{','.join(family.labels)}}}" if family.labels else ""
+        assert f"| `{name}{labels}` | {family.kind} | {family.help.removesuffix('.')} |" in told
 
 
 def test_no_histogram_has_ranks():
