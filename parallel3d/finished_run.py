@@ -13,11 +13,12 @@ from typing import Any
 
 import yaml
 
+from monitoring.report import Report, make_report
 from monitoring.time_parts import PARTS
 from parallel3d.measured import Measured
 from parallel3d.pipeline_view import pipeline_view
 from parallel3d.run_record import WARM_UP_STEPS, Status
-from runtime.errors import InvalidCall
+from runtime.errors import Coords, InvalidCall, name_rank
 
 KILLED = "killed"
 """The status of a run whose process is gone, but did not say so."""
@@ -84,9 +85,14 @@ class FinishedRun:
         return {axis: size if type(size := given.get(axis)) is int else 1 for axis in ("dp", "tp", "pp")}
 
     @property
+    def num_warm_up(self) -> int:
+        """Steps that don't count for speed; one always counts."""
+        return max(0, min(WARM_UP_STEPS, len(self.steps) - 1))
+
+    @property
     def counted(self) -> list[Json]:
         """Steps that say how fast the run is."""
-        return self.steps[max(0, min(WARM_UP_STEPS, len(self.steps) - 1)) :]
+        return self.steps[self.num_warm_up :]
 
     @property
     def bottlenecks(self) -> list[Json]:
@@ -113,14 +119,20 @@ class FinishedRun:
             "final_loss": self.steps[-1]["loss"] if self.steps else None,
         }
 
-    def pipeline(self) -> Json | None:
-        """The last step's, of a pipeline of more than one stage."""
-        if self.mesh["pp"] == 1:
-            return None
+    def last_step(self) -> tuple[int, Measured] | None:
+        """The last step's number and its pipeline, where that has more than one stage."""
         with suppress(InvalidCall):
-            step, measured = Measured.last_of_run(self.folder)
-            return pipeline_view(step, str(self.setting("pipeline", "schedule") or "run"), measured)
+            return Measured.last_of_run(self.folder) if self.mesh["pp"] > 1 else None
         return None
+
+    def pipeline(self) -> Json | None:
+        """The last step's, planned and measured."""
+        found = self.last_step()
+        return None if found is None else pipeline_view(found[0], self.schedule, found[1])
+
+    @property
+    def schedule(self) -> str:
+        return str(self.setting("pipeline", "schedule") or "run")
 
     def facts(self) -> Json:
         """The `run` of its snapshot."""
@@ -150,6 +162,28 @@ class FinishedRun:
             "pipeline": self.pipeline(),
             "log": self.log,
         }
+
+    def report(self) -> Report:
+        """What it comes to."""
+        budget = self.setting("memory", "budget")
+        bandwidths = _objects(self.metrics.get("ddp_metrics")).get("allreduce_bandwidth_gbps")
+        return make_report(
+            self.snapshot(),
+            [step["seconds"] for step in self.counted if step["seconds"] is not None],
+            self.num_warm_up,
+            bandwidths if isinstance(bandwidths, list) else (),
+            budget if type(budget) is int and budget > 0 else None,
+            was_watched=bool(self.bottlenecks) or "bottlenecks" in self.metrics,
+        )
+
+
+def rank_name(rank: Mapping[str, Any]) -> str:
+    """Of an entry of a snapshot's ranks."""
+    match rank["coords"]:
+        case {"dp": int(dp), "tp": int(tp), "pp": int(pp)}:
+            return name_rank(rank["rank"], Coords(dp, tp, pp))
+        case _:
+            return name_rank(rank["rank"], None)
 
 
 def thinned(rows: list[Json], most: int) -> list[Json]:
