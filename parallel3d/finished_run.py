@@ -24,10 +24,7 @@ KILLED = "killed"
 """The status of a run whose process is gone, but did not say so."""
 MOST_STEPS = 2000
 MOST_LOG_LINES = 1000
-_RANK_KEYS = (
-    "coords",
-    "host",
-    "device",
+_RANK_NUMBERS = (
     "parameters",
     "memory_bytes",
     "bubble",
@@ -82,7 +79,7 @@ class FinishedRun:
     @property
     def mesh(self) -> dict[str, int]:
         given = _objects(self.metrics.get("mesh")) or _objects(self.config.get("parallel"))
-        return {axis: size if type(size := given.get(axis)) is int else 1 for axis in ("dp", "tp", "pp")}
+        return {axis: max(1, size) if type(size := given.get(axis)) is int else 1 for axis in ("dp", "tp", "pp")}
 
     @property
     def num_warm_up(self) -> int:
@@ -145,7 +142,7 @@ class FinishedRun:
             "world_size": math.prod(mesh.values()),
             "mesh": mesh,
             "model": self.setting("model", "factory"),
-            "parameters": self.metrics.get("parameters"),
+            "parameters": _number(self.metrics.get("parameters")),
             "schedule": self.setting("pipeline", "schedule"),
             "microbatches": self.setting("pipeline", "microbatches"),
             "steps": self.setting("train", "steps"),
@@ -179,11 +176,8 @@ class FinishedRun:
 
 def rank_name(rank: Mapping[str, Any]) -> str:
     """Of an entry of a snapshot's ranks."""
-    match rank["coords"]:
-        case {"dp": int(dp), "tp": int(tp), "pp": int(pp)}:
-            return name_rank(rank["rank"], Coords(dp, tp, pp))
-        case _:
-            return name_rank(rank["rank"], None)
+    coords = rank["coords"]
+    return name_rank(rank["rank"], None if coords is None else Coords(**coords))
 
 
 def thinned(rows: list[Json], most: int) -> list[Json]:
@@ -271,13 +265,22 @@ def _steps_of_metrics(metrics: Json) -> Iterator[Json]:
 
 
 def _rank(row: Json) -> Json:
-    number = row.get("rank")
-    seconds = row.get("seconds")
+    number, seconds = row.get("rank"), row.get("seconds")
     return {
         "rank": number if type(number) is int else -1,
-        **{key: row.get(key) for key in _RANK_KEYS},
+        "coords": _coords(row.get("coords")),
+        **{key: value if isinstance(value := row.get(key), str) else None for key in ("host", "device")},
+        **{key: _number(row.get(key)) for key in _RANK_NUMBERS},
         "seconds": _parts(seconds) if isinstance(seconds, dict) else None,
     }
+
+
+def _coords(value: Any) -> dict[str, int] | None:
+    match value:
+        case {"dp": int(dp), "tp": int(tp), "pp": int(pp)}:
+            return {"dp": dp, "tp": tp, "pp": pp}
+        case _:
+            return None
 
 
 def _parts(seconds: Mapping[str, Any]) -> dict[str, float]:

@@ -74,7 +74,7 @@ def _charts(run: FinishedRun) -> str:
     known = [step for step in run.counted if step["parts"] is not None]
     layers = {part: (COLOURS[part], [1e3 * step["parts"][part] for step in known]) for part in PARTS}
     charts = (
-        line_chart("Loss", "loss", loss),
+        line_chart("Loss", "mean of the batch", loss),
         line_chart("Throughput", "tokens/s", speed),
         stacked_chart("Parts of a step", "ms, mean of the ranks", [step["step"] for step in known], layers),
     )

@@ -21,7 +21,7 @@ COLOURS = {
 assert tuple(COLOURS) == PARTS
 
 STYLE = f"""
-main {{ max-width: 1100px; margin: 0 auto; padding: 24px; }}
+main {{ max-width: 1280px; margin: 0 auto; padding: 24px; }}
 h1 {{ font-size: 22px; }}
 h2 {{ font-size: 16px; margin-top: 32px; }}
 .status, .severity {{ font-size: 13px; font-weight: 600; padding: 2px 10px; border-radius: 10px;
@@ -51,7 +51,7 @@ figcaption {{ font-weight: 600; }}
 .wide {{ overflow-x: auto; }}
 .wide th, .wide td {{ white-space: nowrap; }}
 th:first-child, td:first-child, .words td:last-child {{ text-align: left; }}
-.bar {{ display: inline-flex; width: 260px; height: 14px; border-radius: 3px; overflow: hidden;
+.bar {{ display: inline-flex; width: 200px; height: 14px; border-radius: 3px; overflow: hidden;
   background: var(--row); }}
 .bar i, .gauge i {{ display: block; height: 100%; }}
 .gauge {{ display: inline-block; width: 160px; height: 10px; margin-right: 12px; border-radius: 5px; overflow: hidden;
