@@ -1,0 +1,79 @@
+"""A run's station as its owner has it: fed with what ranks tell, asked once they have ended, then closed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from monitoring.endpoint import Endpoint
+from monitoring.facts import RunFacts
+from monitoring.watch import open_station
+from parallel3d import __version__
+from parallel3d.config import RunConfig
+from parallel3d.run_endpoint import endpoints
+from parallel3d.run_folder import RunFolder
+from parallel3d.run_record import ModelFacts, RunRecord
+
+SETTLE_SECONDS = 10.0
+"""For what ranks have told last; what a busy host has not got through by then is left out of the folder."""
+
+
+class RunWatch:
+    """Made once the folder is there; the endpoint is closed with it."""
+
+    def __init__(self, record: RunRecord, folder: RunFolder, endpoint: Endpoint | None) -> None:
+        facts = run_facts(record.config, record.facts, folder.run_id)
+        self._station, self._observer = open_station(facts, endpoint)
+        self._observer.on_change.append(folder.note)
+        self._record, self._folder = record, folder
+
+    def take(self, rank: int, message: Mapping[str, Any]) -> None:
+        """A rank's message; never waits."""
+        self._station.take(rank, message)
+
+    async def settle(self) -> None:
+        """The record then has all that was observed, and the page how the run ended."""
+        record = self._record
+        self._station.set_status(record.status, record.error.message if record.error is not None else "")
+        with suppress(TimeoutError):
+            record.observed = await asyncio.wait_for(self._station.settle(self._conclude), SETTLE_SECONDS)
+
+    def _conclude(self) -> dict[str, Any]:
+        self._observer.finish()
+        return self._observer.summary()
+
+    async def close(self) -> None:
+        """Once the folder is complete."""
+        await self._station.close()
+        # Its port may soon be somebody else's, who shall not be sent the token.
+        await asyncio.to_thread(self._folder.write_endpoints, endpoints(self._folder.run_id, None))
+
+
+def run_facts(config: RunConfig, model: ModelFacts, run_id: str) -> RunFacts:
+    """What is known before the first rank starts."""
+    layers = config.pipeline.layers_per_stage
+    return RunFacts(
+        run_id=run_id,
+        world_size=config.world_size,
+        dp=config.parallel.dp,
+        tp=config.parallel.tp,
+        pp=config.parallel.pp,
+        model=config.model.factory,
+        parameters=model.parameters,
+        flops_per_token=model.flops_per_token,
+        precision=config.train.precision,
+        schedule=config.pipeline.schedule,
+        microbatches=config.pipeline.microbatches,
+        virtual_stages=config.pipeline.virtual_stages,
+        batch_size=config.batch_size,
+        steps=config.train.steps,
+        bucket_bytes=config.comm.bucket_size,
+        memory_budget=config.memory.budget,
+        prefetch=config.data.prefetch,
+        version=__version__,
+        started=time.time(),
+        layers_per_stage=layers if isinstance(layers, tuple) else (),
+    )
