@@ -241,8 +241,7 @@ class Observer:
             self._take_whole_step(step)
 
     def _take_memory(self, rank: int, message: Mapping[str, Any]) -> None:
-        kinds = message.get("kinds", {})
-        found = {text(kind): count(size) for kind, size in kinds.items()}
+        found = {text(kind): count(size) for kind, size in dict(message.get("kinds", {})).items()}
         self.memory[rank] = {"process": count(message["bytes"]), **found}
         self.peak_memory[rank] = max(self.memory[rank]["process"], self.peak_memory.get(rank, 0))
 
