@@ -6,8 +6,6 @@ in its own way. They are made here by that name, because importing structlog tak
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 
 from runtime.errors import Coords
@@ -18,22 +16,12 @@ _COORDS: ContextVar[dict[str, int]] = ContextVar(f"{_PREFIX}coords")
 _STEP: ContextVar[int] = ContextVar(f"{_PREFIX}step")
 
 
-@contextmanager
-def rank_bound(rank: int, coords: Coords) -> Iterator[None]:
-    """Lines of this block, and of what it starts, are of this rank."""
-    tokens = _RANK.set(rank), _COORDS.set(dict(coords._asdict()))
-    try:
-        yield
-    finally:
-        _COORDS.reset(tokens[1])
-        _RANK.reset(tokens[0])
+def bind_rank(rank: int, coords: Coords) -> None:
+    """From here on, lines of this task, and of what it starts, are of this rank."""
+    _RANK.set(rank)
+    _COORDS.set(coords._asdict())
 
 
-@contextmanager
-def step_bound(step: int) -> Iterator[None]:
-    """Lines of this block are of this step."""
-    token = _STEP.set(step)
-    try:
-        yield
-    finally:
-        _STEP.reset(token)
+def bind_step(step: int) -> None:
+    """From here on, lines of this task, and of what it starts, are of this step."""
+    _STEP.set(step)
