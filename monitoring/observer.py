@@ -21,11 +21,11 @@ from monitoring.facts import Place, RankFacts, RunFacts
 from monitoring.loop_lag import LagHistogram
 from monitoring.observations import Bottleneck, StepTimes, Straggler, ToldStep, Window
 from monitoring.recent_lag import RecentLag
-from monitoring.stragglers import WARM_UP, StragglerDetector
+from monitoring.stragglers import StragglerDetector
 from monitoring.summary import summarize
 from monitoring.time_parts import TimeParts
 from monitoring.timeline import Timeline
-from monitoring.totals import RankTotals
+from monitoring.totals import WARM_UP, RankTotals
 from monitoring.traffic import CallTotals, Traffic, Where
 from monitoring.window import LatestSteps
 
