@@ -15,9 +15,10 @@ import yaml
 
 from monitoring.report import Report, make_report
 from monitoring.time_parts import PARTS
+from monitoring.totals import WARM_UP
 from parallel3d.measured import Measured
 from parallel3d.pipeline_view import pipeline_view
-from parallel3d.run_record import WARM_UP_STEPS, Status
+from parallel3d.run_record import Status
 from runtime.errors import Coords, InvalidCall, name_rank
 
 KILLED = "killed"
@@ -84,7 +85,7 @@ class FinishedRun:
     @property
     def num_warm_up(self) -> int:
         """Steps that don't count for speed; one always counts."""
-        return max(0, min(WARM_UP_STEPS, len(self.steps) - 1))
+        return max(0, min(WARM_UP, len(self.steps) - 1))
 
     @property
     def counted(self) -> list[Json]:
@@ -170,7 +171,7 @@ class FinishedRun:
             self.num_warm_up,
             bandwidths if isinstance(bandwidths, list) else (),
             budget if type(budget) is int and budget > 0 else None,
-            was_watched=bool(self.bottlenecks) or "bottlenecks" in self.metrics,
+            was_watched="bottlenecks" in self.metrics,
         )
 
 
@@ -244,12 +245,10 @@ def _lines(path: Path) -> Iterator[Json]:
 
 
 def _note_bottleneck(run: FinishedRun, line: Json) -> None:
-    """The line's own kind is `bottleneck`, and so is the name of its kind."""
-    own = ("time", "kind", "state", "bottleneck")
-    found = {"kind": line.get("bottleneck"), **{key: value for key, value in line.items() if key not in own}}
+    found = _objects(line.get("bottleneck"))
     which = json.dumps([found.get(key) for key in ("kind", "rank", "host", "axis")])
     run.found.pop(which, None)
-    if line.get("state") != "gone":
+    if found and line.get("state") != "gone":
         run.found[which] = found
 
 
@@ -272,6 +271,7 @@ def _rank(row: Json) -> Json:
         "coords": _coords(row.get("coords")),
         **{key: value if isinstance(value := row.get(key), str) else None for key in ("host", "device")},
         **{key: _number(row.get(key)) for key in _RANK_NUMBERS},
+        "memory_kinds": {key: size for key, size in _objects(row.get("memory_kinds")).items() if type(size) is int},
         "seconds": _parts(seconds) if isinstance(seconds, dict) else None,
     }
 

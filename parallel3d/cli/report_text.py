@@ -8,7 +8,7 @@ from monitoring.report import AXES, EFFICIENCY_MEANINGS, Report, parts_of, remai
 from monitoring.time_parts import PARTS, TimeParts
 from parallel3d.drawing.words import count, percent
 from parallel3d.finished_run import rank_name
-from parallel3d.report_words import facts, milliseconds, remedy, show_bytes
+from parallel3d.report_words import facts, memory_kinds, milliseconds, remedy, show_bytes
 
 _WIDTH = 12
 
@@ -86,7 +86,7 @@ def _memory(report: Report) -> Iterator[str]:
     for rank in report.ranks:
         if (used := memory.get(rank["rank"])) is not None:
             share = f"  {percent(used / budget)} of {show_bytes(budget)}" if budget else ""
-            yield f"{rank_name(rank)}  {show_bytes(used):>10}{share}"
+            yield f"{rank_name(rank)}  {show_bytes(used):>10}{share}{memory_kinds(rank)}"
     if len(memory) > 1:
         yield f"all ranks  {show_bytes(sum(memory.values()))}"
 
