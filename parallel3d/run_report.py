@@ -16,7 +16,7 @@ from parallel3d.drawing.svg import to_svg
 from parallel3d.drawing.words import count, percent, plain
 from parallel3d.finished_run import FinishedRun, rank_name
 from parallel3d.measured import compare
-from parallel3d.report_words import facts, memory_kinds, milliseconds, remedy, show_bytes
+from parallel3d.report_words import facts, milliseconds, remedy, show_bytes
 from parallel3d.run_report_style import COLOURS, STYLE
 from runtime.errors import InvalidCall
 
@@ -183,9 +183,6 @@ def _rank(rank: Mapping[str, Any], budget: int | None) -> Iterator[str]:
     yield str(rank["host"] or "")
     yield str(rank["device"] or "")
     yield shown("parameters", ",")
-    used = rank["memory_bytes"]
-    share = f" ({percent(used / budget)} of its budget)" if budget and type(used) is int else ""
-    yield f"{show_bytes(used)}{share}{memory_kinds(rank)}" if type(used) is int else ""
     yield percent(rank["bubble"]) if type(rank["bubble"]) is float else ""
     yield shown("straggler_score", ".2f")
     yield shown("compute_cpu_seconds", ".2f", " s")
