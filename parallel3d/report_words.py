@@ -9,9 +9,10 @@ from monitoring.report import Report
 from parallel3d.cli.run_text import show_bytes
 from parallel3d.drawing.words import count, percent
 
-__all__ = ["facts", "memory_kinds", "milliseconds", "remedy", "show_bytes"]
+__all__ = ["WHOLE", "facts", "memory_kinds", "milliseconds", "remedy", "show_bytes"]
 
-_WHOLE = "process"  # the kind in which all others are contained
+WHOLE = "process"
+"""The kind of memory in which all others are contained."""
 
 
 def facts(report: Report) -> Iterator[tuple[str, str]]:
@@ -48,7 +49,7 @@ def remedy(bottleneck: Mapping[str, Any]) -> str:
 
 def memory_kinds(rank: Mapping[str, Any]) -> str:
     """What a rank's memory is for, as far as that is known; what ranks share is divided in the whole only."""
-    kinds = ((kind, size) for kind, size in rank["memory_kinds"].items() if size and kind != _WHOLE)
+    kinds = ((kind, size) for kind, size in rank["memory_kinds"].items() if size and kind != WHOLE)
     text = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in kinds)
     return f" ({text})" if text else ""
 

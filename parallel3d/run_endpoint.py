@@ -34,7 +34,7 @@ def _open(config: RunConfig) -> Endpoint | None:
     try:
         return Endpoint.open(watched.host, watched.port, token, tls)
     except OSError as error:
-        said = error.strerror or str(error)
+        said = os.strerror(error.errno) if error.errno else str(error)  # its own text tells the address again
         if error.errno == errno.EADDRNOTAVAIL:
             remedy = "Give one of this host's, or 127.0.0.1."
             raise problem_of_key("monitoring.host", watched.host, "this host has no such address.", remedy) from error

@@ -104,7 +104,8 @@ def _serve_metrics(port: int | None, num_ranks: int) -> Iterator[OnMessage | Non
     try:
         endpoint = Endpoint.open("127.0.0.1", port or None)
     except OSError as error:
-        print(f"parallel3d launch: --metrics-port {port}: {error.strerror}", file=sys.stderr)
+        said = os.strerror(error.errno) if error.errno else str(error)
+        print(f"parallel3d launch: --metrics-port {port}: {said}", file=sys.stderr)
         raise typer.Exit(EXIT_USAGE) from None
     # Scripts make their own meshes, so nothing but the number of ranks is known of them.
     facts = RunFacts(world_size=num_ranks, version=__version__, started=time.time())

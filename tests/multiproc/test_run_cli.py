@@ -47,8 +47,9 @@ def test_a_run_tells_how_it_gets_on_and_where_its_files_are(run_yaml):
         out, err = started.stdout.text, started.stderr.text
     folder = only_folder(run_yaml)
     assert sorted(os.listdir(folder)) == FILES
-    first, *lines = err.splitlines()
+    first, second, *lines = err.splitlines()
     assert first == f"run {folder.name}: runs/{folder.name}/"
+    assert re.fullmatch(r"page: http://127\.0\.0\.1:\d+/\?token=[\w-]{32}", second)
     assert lines[0].startswith("step 1/5  loss 10.0000  grad norm 1  tokens/s ")
     assert lines[-1].startswith("step 5/5  loss 6.0000")
     assert out.startswith("completed: 5 of 5 steps, loss 10.0000 to 6.0000, ")

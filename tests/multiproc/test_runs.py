@@ -40,7 +40,9 @@ def config_of(folder: Path, steps: int = 6, **overrides: Any) -> RunConfig:
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+    """Without what was observed, which comes when it comes."""
+    told = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+    return [each for each in told if each["kind"] not in ("parts", "straggler", "bottleneck", "log")]
 
 
 def metrics(folder: Path) -> dict[str, Any]:

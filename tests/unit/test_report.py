@@ -120,6 +120,7 @@ def test_the_page_shows_the_run(tmp_path):
         "bubble 0.2, microbatches 2",
         "node-7",
         "0.62",  # the straggler's score
+        "the most of 1.00 GiB optimizer weights rank 0 (dp=0 tp=0 pp=0) 1 MiB 0.1 % 0 MiB 1 MiB",
         "step 4: 1f1b",
         "bubble planned",
         "warning disk is slow rank=1",
