@@ -16,6 +16,7 @@ from parallel3d.config import RunConfig
 from parallel3d.pipeline_advice import PipelinePlanner
 from parallel3d.run_endpoint import endpoints
 from parallel3d.run_folder import RunFolder
+from parallel3d.run_log import RunLog
 from parallel3d.run_record import ModelFacts, RunRecord
 
 SETTLE_SECONDS = 10.0
@@ -30,6 +31,10 @@ class RunWatch:
         planner, lists_ranks = PipelinePlanner.of_config(record.config), record.config.monitoring.per_rank
         self._station, self._observer = open_station(facts, endpoint, planner, lists_ranks=lists_ranks)
         self._observer.on_change.append(folder.note)
+        log = RunLog(self._observer)
+        self._observer.on_change.append(log.note)
+        self._station.on_status.append(log.note_status)
+        self._station.set_status(record.status)
         self._record, self._folder = record, folder
 
     def take(self, rank: int, message: Mapping[str, Any]) -> None:
