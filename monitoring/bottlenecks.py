@@ -22,21 +22,22 @@ __all__ = ["KINDS", "LEVELS", "Levels", "Plan", "Planner", "find_bottlenecks"]
 LEAST_STEPS = 3
 """A window of fewer tells nothing: one late step in two is no rule."""
 Rule = Callable[[View], Iterable[Bottleneck]]
-_RULES: tuple[Rule, ...] = (
-    oversubscribed_cores,
-    stragglers,
-    data_starved,
-    checkpoint_stalls,
-    event_loop_lag,
-    small_buckets,
-    communication,
-    tp_efficiency,
-    uneven_stages,
-    too_few_microbatches,
-    pipeline_utilization,
-    memory_imbalance,
-    memory_pressure,
+_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
+    (("oversubscribed_cores",), oversubscribed_cores),
+    (("straggler",), stragglers),
+    (("data_starved",), data_starved),
+    (("checkpoint_stalls",), checkpoint_stalls),
+    (("event_loop_lag",), event_loop_lag),
+    (("small_buckets",), small_buckets),
+    (("tp_comm", "pp_comm", "dp_comm"), communication),
+    (("tp_efficiency",), tp_efficiency),
+    (("uneven_stages",), uneven_stages),
+    (("too_few_microbatches",), too_few_microbatches),
+    (("pipeline_utilization",), pipeline_utilization),
+    (("memory_imbalance",), memory_imbalance),
+    (("memory_pressure",), memory_pressure),
 )
+"""Each with the kinds that it may name, causes before their symptoms."""
 _NO_CORE, _LATE = "oversubscribed_cores", "straggler"
 HIDDEN_BY: Mapping[str, tuple[str, ...]] = {
     "event_loop_lag": (_NO_CORE,),
@@ -60,7 +61,8 @@ def find_bottlenecks(
     if window.num_steps < LEAST_STEPS or window.seconds <= 0 or not window.ranks:
         return []
     view = View(window, facts, ranks, None if planner is None or facts.pp < 2 else planner.plan(window))
-    for rule in _RULES:
-        found = [each for each in rule(view) if not view.is_found(HIDDEN_BY.get(each.kind, ()))]
-        view.found.extend(found)
+    for kinds, rule in _RULES:
+        wanted = [kind for kind in kinds if not view.is_found(HIDDEN_BY.get(kind, ()))]
+        if wanted:  # predictions take their time: none for what is not told anyway
+            view.found.extend([each for each in rule(view) if each.kind in wanted])
     return sorted(view.found, key=lambda each: (-rank_of(each.severity), -(each.gain or 0.0)))

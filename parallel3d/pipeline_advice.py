@@ -19,7 +19,7 @@ from parallel3d.cuts import Cut, best_cut, bounds, even_cut, summed
 from parallel3d.schedules.build import build
 from parallel3d.schedules.limits import is_csv
 from parallel3d.schedules.table import Table
-from parallel3d.simulation import Costs, simulate
+from parallel3d.simulation import Costs, makespan
 from runtime.errors import InvalidCall
 
 _LEAST = 1e-9  # seconds: a prediction is above zero, whatever was measured
@@ -199,7 +199,7 @@ class PipelinePlan:
 
     def _simulated(self, table: Table, rows: StageRows) -> float:
         forward, backward, weight = (tuple(each / table.microbatches for each in row) for row in rows.each())
-        return simulate(table, Costs(table.stages, forward, backward, weight, self._transfer(table))).makespan
+        return makespan(table, Costs(table.stages, forward, backward, weight, self._transfer(table)))
 
     def _transfer(self, table: Table) -> float:
         """Of one message: as long as now, or shorter as it is smaller."""

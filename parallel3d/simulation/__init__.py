@@ -3,7 +3,7 @@
 from parallel3d.simulation.costs import Costs
 from parallel3d.simulation.deadlock import Deadlock, ScheduleDeadlock, find_deadlock
 from parallel3d.simulation.outcome import CriticalStep, Peak, Reason, Simulation
-from parallel3d.simulation.simulator import simulate
+from parallel3d.simulation.simulator import makespan, simulate
 
 __all__ = [
     "Costs",
@@ -14,5 +14,6 @@ __all__ = [
     "ScheduleDeadlock",
     "Simulation",
     "find_deadlock",
+    "makespan",
     "simulate",
 ]

@@ -62,6 +62,11 @@ runtime: {threads: 1}
 optimizer: {name: sgd, lr: 1.0e-4}
 train: {steps: 14, batch_size: 16}
 """
+GPT = """
+model: {factory: gpt, args: {layers: 4, width: 16, heads: 2, vocabulary: 256, sequence: 4}}
+runtime: {threads: 1}
+train: {steps: 40, batch_size: 1}
+"""
 
 
 @pytest.fixture
@@ -149,3 +154,14 @@ def test_an_event_loop_that_is_held_up(folder):
 def test_two_ranks_on_one_core(folder):
     one = only(folder, "parallel.dp=2", cores={min(os.sched_getaffinity(0))})
     assert (one["kind"], one["key"], one["value"]) == ("oversubscribed_cores", "parallel.dp", "1")
+
+
+def test_layers_too_small_to_be_shared(folder):
+    (folder / "run.yaml").write_text(GPT)
+    one = only(folder, "parallel.tp=2")
+    assert one["kind"] in ("tp_comm", "tp_efficiency"), "how much it is depends on the machine"
+    assert (one["axis"], one["key"], one["value"]) == ("tp", "parallel.tp", "1")
+
+
+def test_nothing_is_wrong(folder):
+    assert bottlenecks(folder, "parallel.dp=2", "train.batch_size=32") == []

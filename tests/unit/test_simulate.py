@@ -23,6 +23,7 @@ from parallel3d.simulation import (
     Reason,
     ScheduleDeadlock,
     find_deadlock,
+    makespan,
     simulate,
 )
 from runtime.errors import InvalidCall
@@ -329,7 +330,7 @@ def test_the_critical_path_has_no_gaps(seed):
     result = simulate(table, costs)
     steps, spans = result.critical_path, times(result)
     assert steps[0].start == 0
-    assert steps[-1].end == result.makespan
+    assert steps[-1].end == result.makespan == makespan(table, costs)
     assert (steps[0].reason, steps[0].transfer) == (Reason.START, 0)
     for before, after in pairwise(steps):
         assert before.end + after.transfer == after.start
