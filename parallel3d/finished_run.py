@@ -1,0 +1,278 @@
+"""What a run's folder tells, also of a run that was killed and left half of it: everything as values of JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from monitoring.time_parts import PARTS
+from parallel3d.measured import Measured
+from parallel3d.pipeline_view import pipeline_view
+from parallel3d.run_record import WARM_UP_STEPS, Status
+from runtime.errors import InvalidCall
+
+KILLED = "killed"
+"""The status of a run whose process is gone, but did not say so."""
+MOST_STEPS = 2000
+MOST_LOG_LINES = 1000
+_RANK_KEYS = (
+    "coords",
+    "host",
+    "device",
+    "parameters",
+    "memory_bytes",
+    "bubble",
+    "straggler_score",
+    "remainder_seconds",
+    "compute_cpu_seconds",
+    "core_wait_seconds",
+)
+_STEP_KEYS = ("loss", "grad_norm", "learning_rate", "tokens", "seconds")
+
+Json = dict[str, Any]
+
+
+def load_run(folder: str | Path) -> Json:
+    """The snapshot of a run, as its live page shows it. Raises InvalidCall where the folder is no run's."""
+    return read_run(folder).snapshot()
+
+
+@dataclass(slots=True)
+class FinishedRun:
+    """A folder's content. What is missing is empty; what makes no sense is left out."""
+
+    folder: Path
+    config_text: str = ""
+    config: Json = field(default_factory=dict)
+    metrics: Json = field(default_factory=dict)
+    """Empty where the run did not come to its end."""
+    endpoints: Json = field(default_factory=dict)
+    steps: list[Json] = field(default_factory=list)
+    """All of them, in order; `parts` is None where they are not known."""
+    log: list[Json] = field(default_factory=list)
+    found: dict[str, Json] = field(default_factory=dict)
+    """Bottlenecks that were found and did not go again, by what they are of."""
+    marks: dict[str, Json] = field(default_factory=dict)
+    """The latest line of each other kind: started, ended, failed…"""
+    first_time: float | None = None
+
+    # What follows from it.
+
+    @property
+    def run_id(self) -> str:
+        known = (source.get("run_id") for source in (self.metrics, self.endpoints, self.marks.get("started", {})))
+        return next((each for each in known if isinstance(each, str)), self.folder.resolve().name)
+
+    @property
+    def status(self) -> str:
+        for source in (self.metrics, self.marks.get("ended", {})):
+            if isinstance(status := source.get("status"), str):
+                return status
+        return Status.RUNNING if _is_alive(self.endpoints.get("pid"), self.first_time) else KILLED
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        given = _objects(self.metrics.get("mesh")) or _objects(self.config.get("parallel"))
+        return {axis: size if type(size := given.get(axis)) is int else 1 for axis in ("dp", "tp", "pp")}
+
+    @property
+    def counted(self) -> list[Json]:
+        """Steps that say how fast the run is."""
+        return self.steps[max(0, min(WARM_UP_STEPS, len(self.steps) - 1)) :]
+
+    @property
+    def bottlenecks(self) -> list[Json]:
+        told = self.metrics.get("bottlenecks")
+        return _rows(told) if isinstance(told, list) else list(self.found.values())
+
+    def setting(self, group: str, key: str) -> Any:
+        """Of the configuration as resolved; None where it is not known."""
+        return _objects(self.config.get(group)).get(key)
+
+    def ranks(self) -> list[Json]:
+        """In order; empty where the run did not come to its end."""
+        return [_rank(row) for row in _rows(self.metrics.get("ranks"))]
+
+    def totals(self) -> Json:
+        seconds = sum(step["seconds"] or 0.0 for step in self.counted)
+        tokens = sum(step["tokens"] or 0 for step in self.counted)
+        return {
+            "steps": len(self.steps),
+            "tokens": sum(step["tokens"] or 0 for step in self.steps),
+            "tokens_per_second": tokens / seconds if seconds > 0 else 0.0,
+            "step_seconds": seconds / len(self.counted) if self.counted else None,
+            "mfu": _number(self.metrics.get("mfu")),
+            "final_loss": self.steps[-1]["loss"] if self.steps else None,
+        }
+
+    def pipeline(self) -> Json | None:
+        """The last step's, of a pipeline of more than one stage."""
+        if self.mesh["pp"] == 1:
+            return None
+        with suppress(InvalidCall):
+            step, measured = Measured.last_of_run(self.folder)
+            return pipeline_view(step, str(self.setting("pipeline", "schedule") or "run"), measured)
+        return None
+
+    def facts(self) -> Json:
+        """The `run` of its snapshot."""
+        mesh = self.mesh
+        error = self.metrics.get("error") or self.marks.get("failed")
+        return {
+            "run_id": self.run_id,
+            "status": self.status,
+            "started": self.first_time,
+            "world_size": math.prod(mesh.values()),
+            "mesh": mesh,
+            "model": self.setting("model", "factory"),
+            "parameters": self.metrics.get("parameters"),
+            "schedule": self.setting("pipeline", "schedule"),
+            "microbatches": self.setting("pipeline", "microbatches"),
+            "steps": self.setting("train", "steps"),
+            "error": _error(error) if isinstance(error, dict) else None,
+        }
+
+    def snapshot(self) -> Json:
+        return {
+            "run": self.facts(),
+            "totals": self.totals(),
+            "steps": thinned(self.steps, MOST_STEPS),
+            "ranks": self.ranks(),
+            "bottlenecks": self.bottlenecks,
+            "pipeline": self.pipeline(),
+            "log": self.log,
+        }
+
+
+def thinned(rows: list[Json], most: int) -> list[Json]:
+    """At most so many, evenly spread, the first and the last among them."""
+    if len(rows) <= most:
+        return rows
+    return [rows[round(place * (len(rows) - 1) / (most - 1))] for place in range(most)]
+
+
+# Files.
+
+
+def read_run(folder: str | Path) -> FinishedRun:
+    """Raises InvalidCall where the folder is no run's."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise InvalidCall(f"{path} is no run's folder: {'it is a file' if path.exists() else 'there is none'}.")
+    if not any((path / name).is_file() for name in ("events.jsonl", "metrics.json")):
+        raise InvalidCall(f"{path} is no run's folder: it has neither events.jsonl nor metrics.json.")
+    run = FinishedRun(path)
+    with suppress(OSError, ValueError, yaml.YAMLError, RecursionError):
+        run.config_text = (path / "config.yaml").read_text(encoding="utf-8")
+        run.config = _objects(yaml.safe_load(run.config_text))
+    run.metrics, run.endpoints = _read_json(path / "metrics.json"), _read_json(path / "endpoints.json")
+    _read_events(run)
+    if not run.steps:
+        run.steps = list(_steps_of_metrics(run.metrics))
+    return run
+
+
+def _read_json(path: Path) -> Json:
+    with suppress(OSError, ValueError, RecursionError):
+        return _objects(json.loads(path.read_bytes()))
+    return {}
+
+
+def _read_events(run: FinishedRun) -> None:
+    parts: dict[int, dict[str, float]] = {}
+    steps: dict[int, Json] = {}
+    for line in _lines(run.folder / "events.jsonl"):
+        if run.first_time is None:
+            run.first_time = _number(line.get("time"))
+        match line:
+            case {"kind": "step", "step": int(step)}:
+                steps[step] = {"step": step, **{key: _number(line.get(key)) for key in _STEP_KEYS}}
+            case {"kind": "parts", "step": int(step), "parts": dict(seconds)}:
+                parts[step] = _parts(seconds)
+            case {"kind": "bottleneck"}:
+                _note_bottleneck(run, line)
+            case {"kind": "log"}:
+                run.log.append({key: value for key, value in line.items() if key != "kind"})
+            case {"kind": str(kind)}:
+                run.marks[kind] = line
+    run.steps = [{**steps[step], "parts": parts.get(step)} for step in sorted(steps)]
+    del run.log[:-MOST_LOG_LINES]
+
+
+def _lines(path: Path) -> Iterator[Json]:
+    """What is whole: the last line of a run that was killed may not be."""
+    with suppress(OSError), path.open("rb") as file:
+        for line in file:
+            with suppress(ValueError, RecursionError):
+                yield _objects(json.loads(line))
+
+
+def _note_bottleneck(run: FinishedRun, line: Json) -> None:
+    """`bottleneck` is the whole of it."""
+    found = _objects(line.get("bottleneck"))
+    which = json.dumps([found.get(key) for key in ("kind", "rank", "host", "axis")])
+    run.found.pop(which, None)
+    if found and line.get("state") != "gone":
+        run.found[which] = found
+
+
+def _steps_of_metrics(metrics: Json) -> Iterator[Json]:
+    """Where the events are lost."""
+    names = {"loss": "losses", "grad_norm": "grad_norms", "learning_rate": "learning_rates", "seconds": "step_seconds"}
+    columns = {key: values for key, name in names.items() if isinstance(values := metrics.get(name), list)}
+    for step in range(max(map(len, columns.values()), default=0)):
+        row = {key: _number(values[step]) for key, values in columns.items() if step < len(values)}
+        yield {"step": step, **dict.fromkeys(_STEP_KEYS), **row, "parts": None}
+
+
+# Values: a folder may have been written by an older version, or by somebody's editor.
+
+
+def _rank(row: Json) -> Json:
+    number = row.get("rank")
+    seconds = row.get("seconds")
+    return {
+        "rank": number if type(number) is int else -1,
+        **{key: row.get(key) for key in _RANK_KEYS},
+        "seconds": _parts(seconds) if isinstance(seconds, dict) else None,
+    }
+
+
+def _parts(seconds: Mapping[str, Any]) -> dict[str, float]:
+    return {part: _number(seconds.get(part)) or 0.0 for part in PARTS}
+
+
+def _error(found: Json) -> Json:
+    return {key: found.get(key) for key in ("message", "rank", "coords", "step", "traceback")}
+
+
+def _number(value: Any) -> Any:
+    return value if type(value) in (int, float) and math.isfinite(value) else None
+
+
+def _objects(value: Any) -> Json:
+    return value if isinstance(value, dict) else {}
+
+
+def _rows(value: Any) -> list[Json]:
+    return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
+
+
+def _is_alive(pid: Any, since: float | None) -> bool:
+    """Whether the run's own process is still there: one of its number that started later is another."""
+    if type(pid) is not int or pid <= 0 or since is None:
+        return False
+    try:
+        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+    except (OSError, ValueError, IndexError, StopIteration):
+        return False
+    return int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK") <= since + 2.0  # btime is rounded
