@@ -1,6 +1,6 @@
 // Bottlenecks as cards: how bad, what shows it, what to change, and what that would gain.
 
-import { byId, el, isNumber, percent, trim, words, write } from "./text.js";
+import { brief, bytes, byId, el, isNumber, percent, seconds, words, write } from "./text.js";
 
 const ORDER = ["critical", "high", "medium", "low"];
 
@@ -29,17 +29,20 @@ function card(found) {
   const where = [found.axis && `axis ${found.axis}`, isNumber(found.rank) && `rank ${found.rank}`, found.host && `host ${found.host}`].filter(Boolean).join(", ");
   return el("article", { class: `card ${severity}`, "data-kind": found.kind },
     el("div", { class: "head" },
-      el("h3", {}, words(found.kind)), el("span", { class: `severity ${severity}` }, severity), el("span", { class: "unit" }, where), el("span", { class: "space" }),
-      isNumber(found.gain) ? el("span", { class: "gain", title: "share of the step that the remedy would save, as predicted" }, `saves ~${percent(found.gain, 0)} of a step`) : null),
+      el("h3", {}, words(found.kind)), el("span", { class: `severity ${severity}` }, severity), el("span", { class: "space" }), el("span", { class: "unit" }, where)),
     el("p", {}, found.message),
     el("ul", { class: "evidence", "aria-label": "evidence" }, Object.entries(found.evidence ?? {}).map(([name, value]) =>
       el("li", {}, `${words(name)} `, el("b", {}, typeof value === "number" ? evidence(name, value) : String(value))))),
-    el("p", { class: "remedy" }, found.remedy),
+    el("p", { class: "remedy" }, found.remedy, isNumber(found.gain) ? el("span", { class: "gain" }, ` Would save about ${percent(found.gain, found.gain < 0.095 ? 1 : 0)} of a step.`) : null),
     found.key ? yaml(found) : null);
 }
 
+/** A number in the unit that its name ends with. */
 function evidence(name, value) {
-  return Number.isInteger(value) ? String(value) : trim(value, 3);
+  if (/(share|ratio|efficiency|utili[sz]ation|percentile)$/.test(name) && Math.abs(value) <= 1) return percent(value);
+  if (/seconds$/.test(name)) return seconds(value);
+  if (/bytes$|^memory|budget$/.test(name)) return bytes(value);
+  return Number.isInteger(value) ? String(value) : brief(value);
 }
 
 function yaml(found) {

@@ -54,7 +54,7 @@ class Chart {
   axis(low, high, first, last, format) {
     this.y = scale(this.height - EDGE.bottom, EDGE.top, low, high);
     const group = svg("g", { class: "axis" });
-    for (const tick of ticks(low, high)) {
+    for (const tick of ticks(low, high, 5)) {
       const y = this.y(tick);
       group.append(
         svg("line", { x1: EDGE.left, x2: this.width - EDGE.right, y1: y, y2: y }),
@@ -183,7 +183,7 @@ export class StackChart extends Chart {
   }
 
   drawPlot(first, last) {
-    const gathered = bins(this.shown.filter((step) => step.parts), this.width - EDGE.left - EDGE.right);
+    const gathered = bins(this.shown.filter((step) => step.parts), this.width - EDGE.left - EDGE.right, 2.5);
     const columns = gathered.map((bin) => this.#column(bin));
     // A first step that loads libraries would press all others flat.
     const high = this.asShares ? 1 : Math.min(Math.max(...columns.map((c) => c.total), 0), 1.6 * (quantile(columns.map((c) => c.total), 0.95) ?? 1)) || 1;
@@ -218,7 +218,5 @@ export class StackChart extends Chart {
     }).join("");
   }
 
-  markStep(step, x) {
-    this.label(x, `step ${step.step}`);
-  }
+  markStep() {} // the table beside it tells
 }

@@ -67,7 +67,7 @@ function row(line) {
   const more = Object.entries(line).filter(([name]) => !OWN.has(name)).map(([name, value]) => ` ${name}=${typeof value === "string" ? value : JSON.stringify(value)}`).join("");
   const time = typeof line.time === "number" ? clock(line.time) : String(line.time ?? line.timestamp ?? "").slice(11, 19);
   const known = Object.hasOwn(LEVELS, level) ? level : "info";
-  return el("div", { class: known },
+  return el("div", { class: `is-${known}` },
     el("time", {}, time), el("span", { class: "level" }, known), el("span", { class: "where", title: line.coords ? JSON.stringify(line.coords) : null }, where),
     el("span", { class: "text" }, String(line.event ?? line.message ?? ""), el("span", { class: "more" }, more)));
 }

@@ -3,7 +3,7 @@
 import { bytes, byId, count, el, isNumber, percent, rankName, seconds, sum, write } from "./text.js";
 
 const SLOW = 0.67; // below this a rank is called a straggler
-const FULL = 0.95; // what differs less is noise
+const FULL = 0.9; // what differs less is noise
 
 /** From calm to alarming; the score is own speed over the best. */
 export function colourOf(score) {
@@ -16,6 +16,7 @@ export class MeshGrid {
   #cells = new Map();
   #shape = "";
   #chosen = 0;
+  #isPicked = false; // by somebody; before, the slowest rank is shown
   #looked = null;
 
   constructor(parts) {
@@ -36,9 +37,10 @@ export class MeshGrid {
       this.#build(mesh, ranks);
     }
     for (const rank of ranks) this.#paint(rank);
+    if (!this.#isPicked) this.#choose(slowest(ranks));
     const slow = ranks.filter((rank) => isNumber(rank.straggler_score) && rank.straggler_score < SLOW).length;
     write(byId("mesh-facts"), `${count(ranks.length)} ranks, dp ${mesh.dp} × tp ${mesh.tp} × pp ${mesh.pp}${slow ? `, ${slow} slow` : ""}`);
-    this.#tell(this.#looked ?? this.#chosen);
+    if (this.#isPicked) this.#tell(this.#looked ?? this.#chosen);
   }
 
   #build(mesh, ranks) {
@@ -77,7 +79,7 @@ export class MeshGrid {
     };
     const cell = el("button", {
       type: "button", class: "cell", role: "gridcell", tabindex: -1, "data-rank": rank,
-      onpointerenter: look(rank), onpointerleave: look(null), onfocus: () => this.#choose(rank), onclick: () => this.#choose(rank),
+      onpointerenter: look(rank), onpointerleave: look(null), onfocus: () => this.#pick(rank), onclick: () => this.#pick(rank),
     }, el("b", {}, String(rank)), el("small"));
     this.#cells.set(rank, cell);
     return cell;
@@ -90,17 +92,21 @@ export class MeshGrid {
     const known = isNumber(score);
     cell.classList.toggle("unknown", !known);
     cell.classList.toggle("straggler", known && score < SLOW);
-    cell.classList.toggle("dark", known && score < 0.72);
     cell.style.background = known ? colourOf(score) : "";
     write(cell.lastChild, known ? score.toFixed(2) : "–");
     cell.setAttribute("aria-label", `${rankName(rank)}, ${known ? `score ${score.toFixed(2)}` : "no score yet"}${known && score < SLOW ? ", straggler" : ""}`);
+  }
+
+  #pick(rank) {
+    this.#isPicked = true;
+    this.#choose(rank);
   }
 
   #choose(rank) {
     this.#cells.get(this.#chosen)?.setAttribute("tabindex", "-1");
     this.#chosen = rank;
     this.#cells.get(rank)?.setAttribute("tabindex", "0");
-    this.#tell(rank);
+    this.#tell(this.#looked ?? rank);
   }
 
   #key(event) {
@@ -150,4 +156,10 @@ export class MeshGrid {
       el("dl", {}, rows.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
     );
   }
+}
+
+function slowest(ranks) {
+  const known = ranks.filter((rank) => isNumber(rank.straggler_score));
+  const least = known.reduce((worst, rank) => (rank.straggler_score < worst.straggler_score ? rank : worst), known[0] ?? ranks[0]);
+  return least?.rank ?? 0;
 }

@@ -1,7 +1,7 @@
 // The top of the page: the run's name and state, its key numbers, and the table of parts.
 
 import { quantile } from "./series.js";
-import { bytes, byId, compact, count, duration, el, isNumber, percent, seconds, sum, trim, words, write } from "./text.js";
+import { brief, bytes, byId, compact, count, duration, el, isNumber, percent, seconds, sum, trim, write } from "./text.js";
 
 const RECENT = 20; // steps that `last steps` means
 
@@ -65,10 +65,10 @@ export class Overview {
     const memory = ranks.map((rank) => rank.memory_bytes).filter(isNumber);
     const left = run.status === "running" && run.steps > totals.steps && isNumber(totals.step_seconds) ? (run.steps - totals.steps) * totals.step_seconds : null;
     this.#number("steps", "steps", totals.steps, count(totals.steps), run.steps ? `/ ${count(run.steps)}` : "", left !== null ? `${duration(left)} left` : run.status);
-    this.#number("loss", "loss", totals.final_loss, isNumber(totals.final_loss) ? trim(totals.final_loss, 5) : "–", "", last ? `gradient norm ${trim(last.grad_norm, 3)}, rate ${trim(last.learning_rate, 3)}` : "");
+    this.#number("loss", "loss", totals.final_loss, isNumber(totals.final_loss) ? trim(totals.final_loss, 5) : "–", "", last ? `norm ${brief(last.grad_norm)} · rate ${brief(last.learning_rate)}` : "");
     this.#number("tokens_per_second", "throughput", totals.tokens_per_second, compact(totals.tokens_per_second), "tokens/s", last && last.seconds > 0 ? `now ${compact(last.tokens / last.seconds)}` : "");
-    this.#number("step_seconds", "a step", totals.step_seconds, ...split(seconds(totals.step_seconds)), recent.length ? `median ${seconds(quantile(recent, 0.5))}, p95 ${seconds(quantile(recent, 0.95))}` : "");
-    this.#number("compute", "computing", shares.compute, ...split(percent(shares.compute)), lost && lost[1] > 0 ? `then ${words(lost[0])} ${percent(lost[1])}` : "");
+    this.#number("step_seconds", "step time", totals.step_seconds, ...split(seconds(totals.step_seconds)), recent.length ? `median ${seconds(quantile(recent, 0.5))} · p95 ${seconds(quantile(recent, 0.95))}` : "");
+    this.#number("compute", "compute share", shares.compute, ...split(percent(shares.compute)), lost && lost[1] > 0 ? `next ${lost[0]} ${percent(lost[1])}` : "");
     if (isNumber(totals.mfu)) this.#number("mfu", "MFU", totals.mfu, ...split(percent(totals.mfu)), "of what the devices could");
     this.#number("memory", "memory", sum(memory), ...split(memory.length ? bytes(sum(memory)) : "–"), memory.length ? `most in a rank ${bytes(Math.max(...memory))}` : "");
   }
@@ -98,8 +98,8 @@ export class Overview {
       meter.style.background = `var(--part-${name})`;
       const cells = { now: el("td", { "data-part": name }), run: el("td"), step: el("td"), meter };
       const row = el("tr", { onpointerenter: () => onBright(name), onpointerleave: () => onBright(null) },
-        el("td", { class: "name" }, swatch, words(name)), el("td", { class: "meaning" }, meaning),
-        cells.now, el("td", { class: "bar" }, el("span", { class: "meter", "aria-hidden": "true" }, meter)), cells.run, cells.step);
+        el("td", { class: "name", title: meaning }, swatch, name), el("td", { class: "meaning" }, meaning),
+        cells.now, el("td", { class: "meter-cell" }, el("span", { class: "meter", "aria-hidden": "true" }, meter)), cells.run, cells.step);
       this.#rows.set(name, { ...cells, row });
       return row;
     });

@@ -7,7 +7,7 @@ import { MeshGrid } from "./mesh.js";
 import { Overview } from "./overview.js";
 import { Pipeline } from "./pipeline.js";
 import { Steps } from "./series.js";
-import { byId, compact, count, el, seconds, trim, write } from "./text.js";
+import { brief, byId, compact, count, el, seconds, trim, write } from "./text.js";
 
 const PACE = 200; // milliseconds between two drawings
 const AGAIN = 2000; // until the next attempt to load
@@ -21,10 +21,10 @@ class Page {
     this.mesh = new MeshGrid(Object.keys(snapshot.parts));
     this.pipeline = new Pipeline();
     this.bottlenecks = new Bottlenecks();
-    this.stack = new StackChart(byId("stack"), "Parts of each step", this.steps, cursor, (value) => seconds(value, 2));
+    this.stack = new StackChart(byId("stack"), "Parts of each step", this.steps, cursor, (value) => (value ? seconds(value, 3).replace(/\.0+ /, " ") : "0"));
     this.stack.names = Object.keys(snapshot.parts);
     this.loss = new LineChart(byId("loss"), "Loss", this.steps, cursor, {
-      value: (step) => step.loss, format: (value) => trim(value, 5), tick: (value) => trim(value, 3),
+      value: (step) => step.loss, format: (value) => trim(value, 5), tick: brief,
     });
     this.throughput = new LineChart(byId("throughput"), "Tokens a second", this.steps, cursor, {
       value: (step) => (step.seconds > 0 ? step.tokens / step.seconds : null), format: count, tick: compact, fromZero: true,
@@ -73,7 +73,7 @@ class Page {
   #values() {
     const step = this.cursor.step === null ? this.steps.last : this.steps.nearest(this.cursor.step);
     for (const [id, chart] of [["loss", this.loss], ["throughput", this.throughput]]) {
-      write(byId(`${id}-value`), step ? `step ${step.step}   ${chart.say(step)}` : "");
+      byId(`${id}-value`).replaceChildren(...(step ? [el("span", { class: "unit" }, `step ${step.step}`), " ", el("b", {}, chart.say(step))] : []));
     }
   }
 

@@ -6,6 +6,7 @@ import { byId, el, percent, seconds, svg, trim, write } from "./text.js";
 const LEFT = 44, RIGHT = 12, LANE = 22, GAP = 3, HEAD = 22, AXIS = 20;
 const MEANINGS = { F: "forward", B: "backward", I: "backward, input part", W: "backward, weight part" };
 const ACTION = /^(\d+)(F|B|I|W)(\d+)$/;
+const LATE = /^rank \d+: (\S+) came/; // as a comparison of the two tells it
 const LIGHTEST = 0.62; // white in the last stage's shade
 
 function parse(span) {
@@ -78,7 +79,7 @@ export class Pipeline {
     const fact = `${seconds(end)}, bubble ${percent(bubble)}`;
     this.root.append(
       svg("text", { class: "row-name", x: 0, y: top + 14 }, name),
-      svg("text", { class: "row-fact", x: 66, y: top + 14, "data-bubble": name }, fact),
+      svg("text", { class: "row-fact", x: 70, y: top + 14, "data-bubble": name }, fact),
     );
     top += HEAD;
     lanes.forEach((lane, rank) => {
@@ -125,7 +126,8 @@ export class Pipeline {
   }
 
   #late(late) {
-    const place = late && this.#places.get(`measured ${typeof late === "string" ? "" : late.action}`);
+    const action = LATE.exec(late ?? "")?.[1];
+    const place = action && this.#places.get(`measured ${action}`);
     if (place) this.root.append(svg("rect", { class: "late", x: place.x, y: place.y + 1, width: Math.max(3, place.width), height: LANE - 2, rx: 2 }));
   }
 
@@ -143,9 +145,7 @@ export class Pipeline {
   #note() {
     const late = this.#shown?.first_late;
     if (!late) return byId("pipeline-note").replaceChildren("planned with what each stage's actions took on average; nothing came late");
-    if (typeof late === "string") return byId("pipeline-note").replaceChildren("first late: ", el("b", {}, late));
-    return byId("pipeline-note").replaceChildren(
-      "first late: ", el("b", {}, `${late.action} on pp ${late.rank}`), `, ${seconds(late.seconds)} after its plan: ${late.why} (${late.because_of})`);
+    return byId("pipeline-note").replaceChildren("first late: ", el("b", {}, late));
   }
 
   #point(event) {

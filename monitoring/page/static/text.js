@@ -17,7 +17,7 @@ function fill(node, attributes, children) {
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else node.setAttribute(name, value === true ? "" : String(value));
   }
-  node.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
   return node;
 }
 
@@ -39,7 +39,7 @@ export function compact(value) {
   for (const [size, letter] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e4, "k"]]) {
     if (Math.abs(value) >= size) return `${trim(value / (letter === "k" ? 1e3 : size), 3)}${letter}`;
   }
-  return grouped.format(value);
+  return Math.abs(value) < 100 ? brief(value) : grouped.format(value);
 }
 
 export const percent = (share, digits = 1) => (isNumber(share) ? `${(100 * share).toFixed(digits)} %` : "–");
@@ -75,6 +75,14 @@ export function trim(value, digits = 4) {
   const size = Math.abs(value);
   if (size >= 1e15 || size < 1e-4) return value.toExponential(Math.max(0, digits - 2));
   return value.toFixed(Math.max(0, digits - 1 - Math.floor(Math.log10(size))));
+}
+
+/** The same without zeros at the end, as axes and settings have it. */
+export function brief(value, digits = 3) {
+  if (!isNumber(value) || Math.abs(value) < 1e-12) return isNumber(value) ? "0" : "–";
+  const size = Math.abs(value);
+  if (size < 1e-3 || size >= 1e7) return value.toExponential(digits - 1).replace(/\.?0+e/, "e").replace("e+", "e");
+  return String(Number(value.toPrecision(Math.max(digits, Math.floor(Math.log10(size)) + 1))));
 }
 
 export const words = (name) => String(name).replaceAll("_", " ");
