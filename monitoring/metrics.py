@@ -1,134 +1,168 @@
-"""The run's metrics for Prometheus: takes what ranks report, and serves it on loopback."""
+"""A run's metrics for Prometheus: what its observer knows, as families of numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from types import TracebackType
-from typing import Self
+import platform
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from monitoring.collectives import CollectiveRecorder, CollectiveTotal, Key
-from monitoring.loop_lag import BOUNDS, LagHistogram
+from monitoring import loop_lag, traffic
+from monitoring.bottlenecks import KINDS
+from monitoring.device_peaks import peak_flops
+from monitoring.loop_lag import LagHistogram
+from monitoring.metric_families import RUN_FAMILIES, histograms, number, numbers
+from monitoring.observations import Severity
+from monitoring.observer import Observer
+from monitoring.time_parts import PARTS
+
+STEP_BOUNDS = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, float("inf"),
+)  # fmt: skip
+"""Seconds of a step: from a model of a test to one that fills a cluster."""
+
+_numbers, _number, _histograms = (partial(each, RUN_FAMILIES) for each in (numbers, number, histograms))
 
 
-class LoopLagCollector(Collector):
-    """`parallel3d_event_loop_lag_seconds` over all ranks, and each rank's worst as a gauge."""
+class RunMetrics(Collector):
+    """Made before the first message is taken, and read in the observer's own thread."""
 
-    def __init__(self) -> None:
-        self._by_rank: dict[int, LagHistogram] = {}
-
-    def update(self, rank: int, histogram: LagHistogram) -> None:
-        """Take a rank's totals since its start."""
-        self._by_rank[rank] = histogram
-
-    def collect(self) -> Iterable[Metric]:
-        ranks = dict(self._by_rank)  # a scrape runs in another thread
-        counts = [sum(column) for column in zip(*(h.counts for h in ranks.values()), strict=True)] or [0] * len(BOUNDS)
-        running, buckets = 0, []
-        for bound, count in zip(BOUNDS, counts, strict=True):
-            running += count
-            buckets.append(("+Inf" if bound == float("inf") else str(bound), running))
-        yield HistogramMetricFamily(
-            "parallel3d_event_loop_lag_seconds",
-            "How late the ranks' event loops ran their timers.",
-            buckets=buckets,
-            sum_value=sum(h.total for h in ranks.values()),
-        )
-        worst = GaugeMetricFamily(
-            "parallel3d_event_loop_lag_worst_seconds",
-            "The latest timer of a rank's event loop since the rank started.",
-            labels=["rank"],
-        )
-        for rank, histogram in sorted(ranks.items()):
-            worst.add_metric([str(rank)], histogram.worst)
-        yield worst
-
-
-class CollectivesCollector(Collector):
-    """`parallel3d_collective_*` of each rank, by group, kind and strategy."""
-
-    def __init__(self) -> None:
-        self._by_mesh: dict[tuple[int, int], Mapping[Key, CollectiveTotal]] = {}
-        self._by_rank: dict[tuple[int, Key], CollectiveTotal] = {}
-        self._bandwidths: dict[tuple[int, Key], float] = {}
-
-    def update(self, rank: int, mesh: int, totals: Mapping[Key, CollectiveTotal]) -> None:
-        """Take a rank's totals since this mesh of it began; its other meshes, ended or not, are added."""
-        before = self._by_mesh.get((rank, mesh), {})
-        self._by_mesh[rank, mesh] = totals
-        for key, total in totals.items():
-            new = total - before.get(key, CollectiveTotal())
-            self._by_rank[rank, key] = self._by_rank.get((rank, key), CollectiveTotal()) + new
-            bandwidth = new.bus_bandwidth
-            if bandwidth is not None:
-                self._bandwidths[rank, key] = bandwidth
-
-    def collect(self) -> Iterable[Metric]:
-        totals, bandwidths = sorted(self._by_rank.copy().items()), self._bandwidths.copy()  # for another thread
-        labels = ["rank", "group", "kind", "strategy"]
-        calls = CounterMetricFamily(
-            "parallel3d_collective_calls",
-            "Collectives, sends, receives and barriers of a rank that ended well.",
-            labels=labels,
-        )
-        num_bytes = CounterMetricFamily(
-            "parallel3d_collective_bytes",
-            "Their sizes as nccl-tests counts them: the whole input of reduce_scatter, the whole result of all_gather.",
-            labels=labels,
-        )
-        seconds = CounterMetricFamily(
-            "parallel3d_collective_seconds",
-            "The time from call to end, added up; calls may overlap.",
-            labels=labels,
-        )
-        bandwidth = GaugeMetricFamily(
-            "parallel3d_collective_bus_bandwidth_bytes_per_second",
-            "Bus bandwidth as nccl-tests defines it, over the rank's last report that had such calls.",
-            labels=labels,
-        )
-        for (rank, key), total in totals:
-            where = [str(rank), *key]
-            calls.add_metric(where, total.calls)
-            num_bytes.add_metric(where, total.num_bytes)
-            seconds.add_metric(where, total.seconds)
-            if (rank, key) in bandwidths:
-                bandwidth.add_metric(where, bandwidths[rank, key])
-        yield from (calls, num_bytes, seconds, bandwidth)
-
-
-class MetricsServer:
-    """`/metrics` of one run, on loopback, from a thread of its own."""
-
-    def __init__(self, port: int) -> None:
-        self._lag, self._collectives = LoopLagCollector(), CollectivesCollector()
-        registry = CollectorRegistry()
-        registry.register(self._lag)
-        registry.register(self._collectives)
-        self._server, self._thread = start_http_server(port, addr="127.0.0.1", registry=registry)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}/metrics"
-
-    def take(self, rank: int, message: Mapping[str, object]) -> None:
-        """A rank's report over the control channel; what does not fit is not ours to judge, and left out."""
-        with suppress(ValueError):
-            match message:
-                case {"kind": "loop_lag"}:
-                    self._lag.update(rank, LagHistogram.from_wire(message))
-                case {"kind": "collectives", "mesh": int(mesh)}:
-                    self._collectives.update(rank, mesh, CollectiveRecorder.from_wire(message))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    def __init__(
+        self,
+        observer: Observer,
+        lost_events: Callable[[], Mapping[int, int]] = dict,
+        has_failed: Callable[[], bool] = bool,
     ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        """lost_events: by rank, on their way to the observer."""
+        self._observer, self._lost_events, self._has_failed = observer, lost_events, has_failed
+        self._durations = [0] * len(STEP_BOUNDS)
+        self._last_step: float | None = None
+        self._severities: dict[str, str] = {}
+        """Of each kind of bottleneck that was seen: the latest."""
+        observer.on_change.append(self._note)
+
+    def _note(self, kind: str, payload: Any) -> None:
+        if kind == "step":
+            self._durations[bisect_left(STEP_BOUNDS, payload["seconds"])] += 1
+            self._last_step = time.time()
+
+    def collect(self) -> Iterable[Metric]:
+        yield from self._identity()
+        yield from self._progress()
+        yield from self._time()
+        yield from self._bottlenecks()
+        yield from self._exchanges()
+        yield from self._health()
+
+    def _identity(self) -> Iterator[Metric]:
+        observer, facts = self._observer, self._observer.facts
+        yield _numbers("build_info", [((facts.version, platform.python_version(), _torch_version()), 1)])
+        mesh = f"{facts.dp}x{facts.tp}x{facts.pp}"
+        who = [((facts.run_id, facts.model, facts.schedule, mesh, facts.precision), 1)]
+        yield _numbers("run_info", who if facts.run_id else [])  # scripts have none
+        yield _numbers(
+            "rank_info",
+            [((rank, *each.place, each.host, each.device), 1) for rank, each in sorted(observer.ranks.items())],
+        )
+        yield _number("start_time_seconds", facts.started)
+
+    def _progress(self) -> Iterator[Metric]:
+        observer = self._observer
+        last = observer.steps[-1] if observer.steps else None
+        outcomes = {"ok": observer.num_steps, "failed": int(self._has_failed())}
+        yield _numbers("steps_total", [((outcome,), count) for outcome, count in outcomes.items()])
+        yield _number("tokens_total", observer.num_tokens)
+        yield _histograms("step_duration_seconds", [((), STEP_BOUNDS, self._durations, observer.step_seconds)])
+        yield _number("training_loss", last and last.loss)
+        yield _number("gradient_norm", last and last.grad_norm)
+        yield _number("learning_rate", last and last.learning_rate)
+        yield _number("model_flops_utilization_ratio", self._utilization())
+        yield _number("last_step_timestamp_seconds", self._last_step)
+
+    def _utilization(self) -> float | None:
+        """Over the latest steps; None where a device's peak, or the model's cost, is not known."""
+        observer, facts = self._observer, self._observer.facts
+        peaks = [peak_flops(rank.device, facts.precision) for rank in observer.ranks.values()]
+        known = [peak for peak in peaks if peak is not None]
+        latest = list(observer.steps)[-20:]
+        seconds = sum(step.seconds for step in latest)
+        if len(known) < facts.world_size or not facts.flops_per_token or seconds <= 0:
+            return None
+        return sum(step.tokens for step in latest) / seconds * facts.flops_per_token / sum(known)
+
+    def _time(self) -> Iterator[Metric]:
+        observer = self._observer
+        totals = [(rank, each.all) for rank, each in sorted(observer.totals.items())]
+        yield _numbers(
+            "phase_seconds_total",
+            [((rank, part), each.parts[part]) for rank, each in totals for part in PARTS],
+        )
+        yield _numbers("unattributed_seconds_total", [((rank,), each.unattributed) for rank, each in totals])
+        yield _numbers("compute_cpu_seconds_total", [((rank,), each.compute_cpu) for rank, each in totals])
+        yield _numbers("core_wait_seconds_total", [((rank,), each.core_wait) for rank, each in totals])
+        bubbles = sorted(observer.bubble_by_stage.items())
+        yield _numbers("pipeline_bubble_ratio", [((stage,), ratio) for stage, ratio in bubbles])
+        scores = sorted(observer.scores.items())
+        yield _numbers("straggler_score_ratio", [((rank,), score) for rank, score in scores])
+
+    def _bottlenecks(self) -> Iterator[Metric]:
+        """All that there are at any time, so that an alert can tell 0 from nothing. Of several of a kind the worst."""
+        worst: dict[str, Severity] = {}
+        for each in self._observer.bottlenecks:
+            worst[each.kind] = max(each.severity, worst.get(each.kind, each.severity), key=list(Severity).index)
+        self._severities |= worst
+        yield _numbers(
+            "bottleneck_state",
+            [((kind, self._severities.get(kind, Severity.LOW)), kind in worst) for kind in KINDS],
+        )
+
+    def _exchanges(self) -> Iterator[Metric]:
+        observer = self._observer
+        totals = sorted(observer.traffic.items())
+        yield _numbers("collective_bytes_total", [(where, each.num_bytes) for where, each in totals])
+        yield _histograms(
+            "collective_duration_seconds",
+            [(where, traffic.BOUNDS, each.counts, each.seconds) for where, each in totals],
+        )
+        bandwidths = sorted(observer.bandwidth.items())
+        yield _numbers("collective_bus_bandwidth_bytes_per_second", bandwidths)
+        yield from _lag(observer.lag)
+
+    def _health(self) -> Iterator[Metric]:
+        observer = self._observer
+        memory = sorted(observer.memory.items())
+        yield _numbers(
+            "memory_bytes", [((rank, kind), size) for rank, kinds in memory for kind, size in sorted(kinds.items())]
+        )
+        yield _number("memory_budget_bytes", observer.facts.memory_budget or None)
+        yield _numbers("data_queue_batches", [((rank,), mean) for rank, mean in sorted(observer.queue.items())])
+        yield _number("data_queue_capacity_batches", observer.queue_capacity)
+        dropped = Counter(observer.dropped) + Counter(self._lost_events())
+        yield _numbers("events_dropped_total", [((rank,), dropped[rank]) for rank in sorted(observer.ranks)])
+        yield _number("steps_incomplete_total", observer.incomplete)
+        seen = sorted(observer.last_seen.items())
+        yield _numbers("rank_last_report_timestamp_seconds", [((rank,), moment) for rank, moment in seen])
+        yield _number("nonfinite_gradients_total", observer.nonfinite)
+
+
+def _lag(ranks: Mapping[int, LagHistogram]) -> Iterator[Metric]:
+    none = [0] * len(loop_lag.BOUNDS)
+    counts = [sum(column) for column in zip(none, *(each.counts for each in ranks.values()), strict=True)]
+    total = sum(each.total for each in ranks.values())
+    yield _histograms("event_loop_lag_seconds", [((), loop_lag.BOUNDS, counts, total)])
+    yield _numbers("event_loop_lag_worst_seconds", [((rank,), each.worst) for rank, each in sorted(ranks.items())])
+
+
+def _torch_version() -> str:
+    """Without importing it, which takes seconds."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return ""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from monitoring.checks import or_null
 from monitoring.loop_lag import LagHistogram
 from monitoring.time_parts import NO_TIME, TimeParts
 
@@ -53,6 +54,17 @@ class RankStep:
 
 
 @dataclass(frozen=True, slots=True)
+class AxisTraffic:
+    """Calls of one op on one axis, all ranks together, in a step; in a window, on average."""
+
+    op: str
+    axis: str
+    calls: float
+    num_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepTimes:
     """One step of the whole mesh."""
 
@@ -63,6 +75,33 @@ class StepTimes:
     """In order of their numbers; all of them."""
     parts: TimeParts
     """The mean of the ranks'."""
+    traffic: tuple[AxisTraffic, ...] = ()
+
+
+@dataclass(slots=True)
+class ToldStep:
+    """One step as rank 0 told it; its parts follow with the events."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    seconds: float
+    parts: TimeParts | None = None
+    """The ranks' mean."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What is not finite is null."""
+        return {
+            "step": self.step,
+            "loss": or_null(self.loss),
+            "grad_norm": or_null(self.grad_norm),
+            "learning_rate": or_null(self.learning_rate),
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "parts": None if self.parts is None else self.parts.to_json(),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +121,6 @@ class RankWindow:
     stages: Mapping[int, StageSeconds] = field(default_factory=dict)
     memory: int | None = None
     """Bytes, the most seen."""
-
-
-@dataclass(frozen=True, slots=True)
-class AxisTraffic:
-    """Calls of one op on one axis, all ranks together, in a step on average."""
-
-    op: str
-    axis: str
-    calls: float
-    num_bytes: float
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +157,15 @@ class Straggler:
     since_step: int
     host: str | None = None
     """Where all ranks of a host, and none elsewhere, are slow."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank,
+            "score": self.score,
+            "compared_with": self.compared_with,
+            "since_step": self.since_step,
+            "host": self.host,
+        }
 
 
 class Severity(StrEnum):

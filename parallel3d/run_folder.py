@@ -63,14 +63,19 @@ class RunFolder:
         self._events: int | None = None
 
     @staticmethod
-    def create(config: RunConfig, run_id: str, place: str = "runtime.run_dir") -> RunFolder:
+    def create(
+        config: RunConfig,
+        run_id: str,
+        place: str = "runtime.run_dir",
+        endpoints: Mapping[str, Any] | None = None,
+    ) -> RunFolder:
         """Make it, with what is known from the start. Raises ConfigError where it can't be made."""
         path = Path(config.runtime.run_dir or Path(RUNS, run_id))
         folder = RunFolder(path, run_id)
         try:
             path.mkdir(parents=True, exist_ok=True)
             folder._write("config.yaml", _elsewhere(config).to_yaml())
-            folder._write("endpoints.json", as_json({"run_id": run_id, "pid": os.getpid()}))
+            folder.write_endpoints(endpoints or {"run_id": run_id, "pid": os.getpid()})
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             folder._events = os.open(path / "events.jsonl", flags, 0o666)
         except OSError as error:
@@ -82,10 +87,15 @@ class RunFolder:
         """The configuration as resolved."""
         return self.path / "config.yaml"
 
-    def _write(self, name: str, content: str | bytes) -> None:
+    def write_endpoints(self, endpoints: Mapping[str, Any]) -> None:
+        """Where the run can be watched. Nobody else may read it, for the token."""
+        self._write("endpoints.json", as_json(endpoints), mode=0o600)
+
+    def _write(self, name: str, content: str | bytes, mode: int = 0o666) -> None:
         """Whole or not at all: who reads meanwhile never finds half a file."""
         temporary = self.path / f".{name}.new"
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode), "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         temporary.replace(self.path / name)
 
     # While it runs.

@@ -6,12 +6,17 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from monitoring.endpoint import Endpoint
+from monitoring.station import Station
+from monitoring.watch import open_station
+from parallel3d import run_watch
 from parallel3d.before_start import Locate, check_before_start, nowhere
 from parallel3d.config import RunConfig, load_config, locate
 from parallel3d.run_folder import RunFolder, check_run_dir, new_run_id
@@ -39,6 +44,7 @@ _SHADOW_CHECK = "parallel3d.shadows:refuse_shadows"
 _STOP_SECONDS = 3.0
 """For the step that is under way; then ranks are interrupted in it."""
 _INTERRUPT_GRACE = 5.0
+_SETTLE_SECONDS = 10.0
 
 
 def start(config: str | Path | RunConfig, *, overrides: Mapping[str, Any] | None = None) -> Run:
@@ -98,12 +104,17 @@ class Run:
         warm: WarmServer | None = None,
         target: Target | None = None,
         on_step: Callable[[RunStep], None] | None = None,
+        open_endpoint: Callable[[], Endpoint | None] | None = None,
     ) -> None:
-        """locate: how errors name places. place: where the user named the folder. facts: of an earlier check."""
+        """locate: how errors name places. place: where the user named the folder. facts: of an earlier check.
+        open_endpoint: where it is served."""
         check_run_dir(config, place)
         self.config, self.run_id = config, new_run_id()
         self._locate, self._place, self._facts = locate, place, facts
         self._warm, self._target, self._on_step = warm, target or _RANK, on_step
+        self._open_endpoint = open_endpoint or partial(run_watch.open_endpoint, config, locate)
+        self._endpoint: Endpoint | None = None
+        self._station: Station | None = None
         self._wish: dict[str, Any] = {"number": 0, "stops": False, "learning_rate": None}
         self._waiting: dict[int, asyncio.Future[int | None]] = {}
         """For all ranks to agree to a wish, by its number."""
@@ -122,6 +133,7 @@ class Run:
     async def __aenter__(self) -> Self:
         if self._task is not None:
             raise InvalidCall("this run was entered before; make a new one with parallel3d.start(...).")
+        self._endpoint = self._open_endpoint()
         # By this very thread: ranks end when the one that has started them does.
         warm = self._warm or warm_up_for(self.config)
         try:
@@ -130,8 +142,9 @@ class Run:
             if self._facts is None:
                 self._facts = await self._check()
             self.record.facts = self._facts
-            self._folder = RunFolder.create(self.config, self.run_id, self._place)
+            self._folder = RunFolder.create(self.config, self.run_id, self._place, self.endpoints)
         except BaseException:
+            self._close_endpoint()
             await asyncio.shield(asyncio.to_thread(warm.discard))
             raise
         # The folder's real place: the program may go to another one, and ranks don't.
@@ -139,10 +152,21 @@ class Run:
         spec = replace(spec, target=replace(spec.target, args=(*spec.target.args, folder)))
         self._launch = Launch(start_launch(spec, logs, warm), self._on_message)
         self._launch.begin()
+        self._watch(self._facts)
         self._folder.event("started", run_id=self.run_id, world_size=self.config.world_size, pid=os.getpid())
         self._task = asyncio.create_task(self._supervise(), name=f"run {self.run_id}")
         self._task.add_done_callback(lambda _: self._news.set())
         return self
+
+    def _watch(self, model: ModelFacts) -> None:
+        """From now on; ranks' messages come later, on this loop."""
+        if self.config.monitoring.enabled:
+            facts = run_watch.run_facts(self.config, model, self.run_id)
+            self._station, self._observer = open_station(facts, self._endpoint)
+
+    def _close_endpoint(self) -> None:
+        if self._endpoint is not None:
+            self._endpoint.close()
 
     async def _check(self) -> ModelFacts:
         """In a thread that no program waits for: a factory of the user's may take its time."""
@@ -184,6 +208,11 @@ class Run:
         """`runs/<run_id>`, or what `runtime.run_dir` says."""
         self._entered()
         return self._folder.path
+
+    @property
+    def endpoints(self) -> Mapping[str, Any]:
+        """Where the run can be watched while it goes on, as in `endpoints.json`: `metrics`, `page`, `sd`, `token`."""
+        return run_watch.endpoints(self.run_id, self._endpoint, self.config.monitoring.per_rank)
 
     # Steps.
 
@@ -268,6 +297,8 @@ class Run:
     # Ranks.
 
     def _on_message(self, rank: int, message: Message) -> None:
+        if self._station is not None:
+            self._station.take(rank, message)
         step = self.record.take(rank, message)
         if step is not None:
             self._folder.event("step", **step_event(step))
@@ -304,7 +335,25 @@ class Run:
             self._folder.event("ended", status=self.record.status, steps=len(self.record.steps))
             for waiting in self._waiting.values():
                 _resolve(waiting, None)
+            await self._complete()
+
+    async def _complete(self) -> None:
+        """The folder, and then nobody is answered any more."""
+        try:
+            await self._settle()
             await self._folder.complete(self.record)
+        finally:
+            if self._station is not None:
+                await self._station.close()
+
+    async def _settle(self) -> None:
+        """Until all that ranks have told is known; what a busy host has not got through by then is left out."""
+        if self._station is None:
+            return
+        error = self.record.error
+        self._station.set_status(self.record.status, error.message if error is not None else "")
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._station.settle(self._observer.finish), _SETTLE_SECONDS)
 
     def _conclude(self, result: LaunchResult) -> None:
         self._result = result

@@ -78,7 +78,7 @@ def _run(spec: LaunchSpec, logs: tuple[int, ...], metrics_port: int | None, warm
     strangers = set(processes.descendants(os.getpid())) - ({warm.server.process.pid} if warm else set())
     processes.become_subreaper()  # should the fork server be killed, its orphans come to us
     try:
-        with _serve_metrics(metrics_port) as on_message:
+        with _serve_metrics(metrics_port, spec.num_ranks) as on_message:
             result = _finish(start(spec, logs, warm), on_message)
     finally:
         processes.end_descendants(spare=strangers)
@@ -89,21 +89,31 @@ def _run(spec: LaunchSpec, logs: tuple[int, ...], metrics_port: int | None, warm
 
 
 @contextmanager
-def _serve_metrics(port: int | None) -> Iterator[OnMessage | None]:
+def _serve_metrics(port: int | None, num_ranks: int) -> Iterator[OnMessage | None]:
     """Gives what takes the ranks' reports, while `/metrics` shows them."""
     if port is None:
         yield None
         return
-    from monitoring.metrics import MetricsServer
+    import time
+
+    from monitoring.endpoint import Endpoint
+    from monitoring.facts import RunFacts
+    from monitoring.watch import open_station
+    from parallel3d import __version__
 
     try:
-        server = MetricsServer(port)
+        endpoint = Endpoint.open("127.0.0.1", port or None)
     except OSError as error:
         print(f"parallel3d launch: --metrics-port {port}: {error.strerror}", file=sys.stderr)
         raise typer.Exit(EXIT_USAGE) from None
-    with server:
-        print(f"metrics: {server.url}", file=sys.stderr, flush=True)
-        yield server.take
+    # Scripts make their own meshes, so nothing but the number of ranks is known of them.
+    facts = RunFacts(world_size=num_ranks, version=__version__, started=time.time())
+    station, _ = open_station(facts, endpoint)
+    try:
+        print(f"metrics: {endpoint.url('/metrics')}", file=sys.stderr, flush=True)
+        yield station.take
+    finally:
+        station.close_now()
 
 
 def _finish(started: Started, on_message: OnMessage | None) -> LaunchResult:

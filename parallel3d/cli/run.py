@@ -21,6 +21,7 @@ from parallel3d.config.errors import ConfigProblems
 from runtime.errors import ConfigError
 
 if TYPE_CHECKING:
+    from monitoring.endpoint import Endpoint
     from parallel3d.before_start import Locate
     from parallel3d.run_record import ModelFacts, RunStep
     from parallel3d.training_run import Run
@@ -74,10 +75,12 @@ def _run(file: Path, overrides: Mapping[str, str], place: str, as_json: bool) ->
 def _supervise(config: RunConfig, locate: Locate, place: str, as_json: bool) -> int:
     from parallel3d.before_start import check_before_start
     from parallel3d.run_folder import check_run_dir
+    from parallel3d.run_watch import open_endpoint
     from parallel3d.training_run import warm_up_for
     from runtime import processes
 
     check_run_dir(config, place)
+    endpoint = open_endpoint(config, locate)  # before anything is started: its port may be taken
     strangers = set(processes.descendants(os.getpid()))  # a shell that has `exec`ed us leaves us its children
     processes.become_subreaper()  # should the fork server be killed, its orphans come to us
     try:
@@ -85,14 +88,18 @@ def _supervise(config: RunConfig, locate: Locate, place: str, as_json: bool) -> 
         try:
             with redirect_stdout(sys.stderr):  # what a factory of the user's prints is not our data
                 facts = check_before_start(config, locate)
-            return _train(config, place, facts, warm, as_json)
+            return _train(config, place, facts, warm, endpoint, as_json)
         finally:
             warm.discard()
+            if endpoint is not None:
+                endpoint.close()
     finally:
         processes.end_descendants(spare=strangers)
 
 
-def _train(config: RunConfig, place: str, facts: ModelFacts, warm: WarmServer, as_json: bool) -> int:
+def _train(
+    config: RunConfig, place: str, facts: ModelFacts, warm: WarmServer, endpoint: Endpoint | None, as_json: bool
+) -> int:
     import asyncio
     import shutil
 
@@ -106,7 +113,7 @@ def _train(config: RunConfig, place: str, facts: ModelFacts, warm: WarmServer, a
     def show(step: RunStep) -> None:
         live.show(training.record, step)
 
-    training = Run(config, place=place, facts=facts, warm=warm, on_step=show)
+    training = Run(config, place=place, facts=facts, warm=warm, on_step=show, open_endpoint=lambda: endpoint)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_watch(training))
     live.close()
@@ -133,6 +140,8 @@ async def _watch(training: Run) -> None:
                     continue  # nohup
                 loop.add_signal_handler(number, interrupt, number)
             print(f"run {training.run_id}: {training.folder}/", file=sys.stderr, flush=True)
+            if "page" in training.endpoints:
+                print(f"page: {training.endpoints['page']}", file=sys.stderr, flush=True)
             await training.summary()
     except RunFailed:
         pass  # told below, with all that is known

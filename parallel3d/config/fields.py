@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import math
 from collections.abc import Mapping
@@ -180,7 +181,24 @@ def _named(value: Any, *names: str) -> str:
     raise choice_refusal(value, (*names, '"module:name"'))
 
 
+def _host_address(value: Any) -> str:
+    try:
+        if value != "localhost":
+            ipaddress.ip_address(value if isinstance(value, str) else "")
+    except ValueError:
+        raise refusal(
+            "must be an address of this host, as text.", 'For example "127.0.0.1", or "0.0.0.0" for all of them.'
+        ) from None
+    return str(value)
+
+
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+HostAddress = Annotated[
+    str,
+    PlainValidator(_host_address),
+    WithJsonSchema({"type": "string", "examples": ["127.0.0.1", "0.0.0.0"]}),
+]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 _COUNTS: TypeAdapter[tuple[int, ...]] = TypeAdapter(tuple[Annotated[Count, Strict()], ...])
 _TWO_SHARES: TypeAdapter[tuple[float, float]] = TypeAdapter(tuple[Probability, Probability], config={"strict": True})

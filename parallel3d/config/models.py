@@ -19,6 +19,7 @@ from parallel3d.config.fields import (
     DataSource,
     Duration,
     Factory,
+    HostAddress,
     LayersPerStage,
     LearningRate,
     LearningRateSchedule,
@@ -27,6 +28,7 @@ from parallel3d.config.fields import (
     ModelFactory,
     OptimizerName,
     Order,
+    Port,
     Precision,
     Probability,
     Schedule,
@@ -344,7 +346,29 @@ class Checkpoint(Section):
 
 
 class Monitoring(Section):
-    """How the run is watched. No keys yet."""
+    """How the run is watched: where its time goes is found while it goes on, and served for Prometheus and browsers."""
+
+    enabled: bool = True
+    """Whether ranks note what they do, and the run serves it. False: no attribution, no bottlenecks, no endpoint; the
+    run's folder keeps losses and times of steps."""
+    host: HostAddress = "127.0.0.1"
+    """The address of this host that is listened on. Any but a loopback one needs `token_file`, `tls_certificate` and
+    `tls_key`. `0.0.0.0` and `::` are all addresses."""
+    port: Port | None = None
+    """Of the run's one endpoint, with `/metrics` and the page. A port that is taken is refused. Null: a free one, which
+    `endpoints.json` tells."""
+    per_rank: bool = False
+    """Whether each rank also serves its own `/metrics`, on a free port of its host's loopback address. The run's
+    endpoint lists them at `/sd`, as Prometheus' HTTP service discovery wants it."""
+    token_file: str | None = None
+    """A file with the token that the page asks for, and on other addresses than loopback `/metrics` too: at least 16
+    characters without spaces, as text. Null: a new one for each run, in `endpoints.json`."""
+    tls_certificate: str | None = None
+    """A file with the endpoint's certificate, and those that lead to its root, in PEM. Null: no TLS."""
+    tls_key: str | None = None
+    """A file with the certificate's key in PEM, without a passphrase."""
+    trace_steps: Annotated[int, Field(ge=0, le=1000)] = 3
+    """How many of the last steps `trace.json.gz` holds."""
 
 
 class Runtime(Section):
@@ -378,7 +402,7 @@ class RunConfig(Section):
     checkpoint: Checkpoint = Checkpoint()
     """How the run is saved. No keys yet."""
     monitoring: Monitoring = Monitoring()
-    """How the run is watched. No keys yet."""
+    """How the run is watched: where its time goes is found while it goes on, and served for Prometheus and browsers."""
     runtime: Runtime = Runtime()
     """How processes live."""
 

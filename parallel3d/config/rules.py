@@ -9,6 +9,7 @@ from parallel3d.config.errors import enumerate_words
 from parallel3d.config.findings import Finding, Rule, near_multiples
 from parallel3d.config.model_rules import MODEL_RULES, does_not_divide
 from parallel3d.config.models import GptModel, LlamaModel, RunConfig
+from parallel3d.config.monitoring_rules import MONITORING_RULES
 from parallel3d.cuts import example_cut
 from parallel3d.schedules.limits import (
     IMPLIES_TWO_VIRTUAL_STAGES,
@@ -193,4 +194,5 @@ RULES = (
     Rule(_order_is_a_bijection, ("parallel.dp", "parallel.tp", "parallel.pp", "parallel.order")),
     Rule(_table_is_used, ("comm.strategy", "comm.strategy_table")),
     *MODEL_RULES,
+    *MONITORING_RULES,
 )

@@ -83,7 +83,16 @@ def test_an_empty_file_is_all_defaults(text, here):
         },
         "train": {"steps": 100, "batch_size": 1, "seed": 0, "precision": "float32"},
         "checkpoint": {},
-        "monitoring": {},
+        "monitoring": {
+            "enabled": True,
+            "host": "127.0.0.1",
+            "port": None,
+            "per_rank": False,
+            "token_file": None,
+            "tls_certificate": None,
+            "tls_key": None,
+            "trace_steps": 3,
+        },
         "runtime": {"threads": None, "run_dir": None},
     }
 

@@ -1,0 +1,171 @@
+"""Where the seconds of a step went, on every rank: all ranks' events in, parts that add up to the step out. Pure.
+
+A rank alone can only say that it waited. What for follows from the other ranks' events of the same step:
+
+| event         | until                                          | is          | and then    |
+|---------------|------------------------------------------------|-------------|-------------|
+| F, B, I, W    | as long as the rank has a core                 | `compute`   | `other`     |
+| waits in them | the least that a tensor-parallel peer waits    | `tp_comm`   | `straggler` |
+| RECV          | the sender begins to send                      | waiting     | `pp_comm`   |
+| SEND          | its end                                        | `pp_comm`   |             |
+| REDUCE        | the last replica arrives                       | `straggler` | `dp_comm`   |
+| MEET          | the last rank arrives                          | waiting     | `optimizer` |
+
+Waiting for other stages is `bubble`; but as much of it as a rank of the pipeline computes longer than the fastest rank
+with the same work is `straggler`. Without a pipeline, all waiting in MEET is. Reductions that overlap computing are in
+no part: only REDUCE, which follows a rank's last action, is exposed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from itertools import chain
+
+from monitoring.collectives import KINDS as OPS
+from monitoring.events import Axis, Event
+from monitoring.facts import Place, RankFacts
+from monitoring.observations import AxisTraffic, RankStep, StageSeconds, StepTimes
+from monitoring.rank_times import Message, RankTimes, Span
+from monitoring.time_parts import PARTS, TimeParts, mean_of
+
+
+def attribute(events: Mapping[int, Sequence[Event]], ranks: Mapping[int, RankFacts]) -> StepTimes:
+    """One step's parts. The moments of all events are of one clock; every rank has its STEP.
+
+    Raises ValueError where a rank has none, KeyError where nothing is known of a rank.
+    """
+    everyone = [RankTimes.of(ranks[rank], events[rank]) for rank in sorted(events)]
+    for peers in _grouped(everyone, lambda place: (place.dp, place.pp)):
+        _share_tensor_waits(peers)
+    for replicas in _grouped(everyone, lambda place: (place.tp, place.pp)):
+        _share_reduction(replicas)
+    waiting = _waiting(everyone)
+    _share_waiting(everyone, waiting)
+    lengths = _pipeline_lengths(everyone)
+    found = tuple(_result(times, length) for times, length in zip(everyone, lengths, strict=True))
+    return StepTimes(
+        step=everyone[0].step,
+        seconds=sum(each.seconds for each in found) / len(found),
+        ranks=found,
+        parts=mean_of([each.parts for each in found]),
+        traffic=_traffic(chain.from_iterable(each.collectives for each in everyone)),
+    )
+
+
+def _grouped(everyone: Iterable[RankTimes], key: Callable[[Place], Hashable]) -> Iterable[list[RankTimes]]:
+    groups: dict[Hashable, list[RankTimes]] = defaultdict(list)
+    for each in everyone:
+        groups[key(each.facts.place)].append(each)
+    return groups.values()
+
+
+def _share_tensor_waits(peers: Sequence[RankTimes]) -> None:
+    """The last to come waits for the exchange alone; whoever waits longer waits for that one."""
+    if len({len(each.waits) for each in peers}) > 1:  # some events were lost
+        for each in peers:
+            each.parts["tp_comm"] += sum(each.waits)
+        return
+    exchange = sum(map(min, zip(*(each.waits for each in peers), strict=True)))
+    for each in peers:
+        each.parts["tp_comm"] += exchange
+        each.parts["straggler"] += sum(each.waits) - exchange
+
+
+def _share_reduction(replicas: Sequence[RankTimes]) -> None:
+    for calls in ([each.opening for each in replicas], [each.reduce for each in replicas]):
+        for number in range(max(map(len, calls))):
+            last = max(spans[number][0] for spans in calls if len(spans) > number)
+            for each, spans in zip(replicas, calls, strict=True):
+                if len(spans) > number:
+                    early, rest = _split(spans[number], last)
+                    each.parts["straggler"] += early
+                    each.parts["dp_comm"] += rest
+
+
+def _split(span: Span, moment: float) -> Span:
+    """How long it lasts before the moment, and after it."""
+    start, end = span
+    before = min(max(moment - start, 0.0), end - start)
+    return before, end - start - before
+
+
+def _waiting(everyone: Sequence[RankTimes]) -> list[float]:
+    """Each rank's for others: in receives until the message is sent, in MEET until the last rank comes."""
+    sends: dict[tuple[int, int, Message], float] = {}
+    for each in everyone:
+        place = each.facts.place
+        sends |= {(place.dp, place.tp, message): start for message, start in each.sends.items()}
+    arrival = max((start for each in everyone for start, _ in each.meet), default=0.0)
+    return [_waiting_of(each, sends, arrival) for each in everyone]
+
+
+def _waiting_of(each: RankTimes, sends: Mapping[tuple[int, int, Message], float], arrival: float) -> float:
+    waited, place = 0.0, each.facts.place
+    for message, start, end in each.receives:
+        early, rest = _split((start, end), sends.get((place.dp, place.tp, message), end))
+        waited += early
+        each.parts["pp_comm"] += rest
+    for span in each.meet:
+        early, rest = _split(span, arrival)
+        waited += early
+        each.parts["optimizer"] += rest
+    return waited
+
+
+def _share_waiting(everyone: Sequence[RankTimes], waiting: Sequence[float]) -> None:
+    waited = {each.facts.rank: seconds for each, seconds in zip(everyone, waiting, strict=True)}
+    is_pipeline = any(each.facts.place.pp for each in everyone)
+    late = _lateness(everyone)
+    for pipeline in _grouped(everyone, lambda place: (place.dp, place.tp)):
+        latest = sorted((late[each.facts.rank] for each in pipeline), reverse=True)
+        for each in pipeline:
+            rank = each.facts.rank
+            others = latest[0] if late[rank] < latest[0] else (latest[1:] or [0.0])[0]
+            straggler = min(waited[rank], others) if is_pipeline else waited[rank]
+            each.parts["straggler"] += straggler
+            each.parts["bubble"] += waited[rank] - straggler
+
+
+def _lateness(everyone: Sequence[RankTimes]) -> dict[int, float]:
+    """By how much each rank computes longer than the fastest one with the same work."""
+    late: dict[int, float] = {}
+    for same in _grouped(everyone, lambda place: place.pp):
+        least = min(each.compute_wall for each in same)
+        late |= {each.facts.rank: each.compute_wall - least for each in same}
+    return late
+
+
+def _pipeline_lengths(everyone: Sequence[RankTimes]) -> list[float]:
+    """Of each rank's pipeline, from its first action's start to its last one's end."""
+    lengths: dict[tuple[int, int], float] = {}
+    for pipeline in _grouped(everyone, lambda place: (place.dp, place.tp)):
+        spans = [each.actions for each in pipeline if each.actions is not None]
+        place = pipeline[0].facts.place
+        lengths[place.dp, place.tp] = max(e for _, e in spans) - min(s for s, _ in spans) if spans else 0.0
+    return [lengths[each.facts.place.dp, each.facts.place.tp] for each in everyone]
+
+
+def _result(times: RankTimes, pipeline: float) -> RankStep:
+    parts = TimeParts(tuple(max(0.0, times.parts[part]) for part in PARTS))
+    return RankStep(
+        rank=times.facts.rank,
+        seconds=times.seconds,
+        parts=parts,
+        remainder=times.seconds - parts.total,
+        compute_wall=times.compute_wall,
+        compute_cpu=times.compute_cpu,
+        core_wait=times.core_wait,
+        pipeline=pipeline,
+        stages={stage: StageSeconds(*seconds) for stage, seconds in sorted(times.stages.items())},
+    )
+
+
+def _traffic(collectives: Iterable[Event]) -> tuple[AxisTraffic, ...]:
+    sums: dict[tuple[int, int], list[float]] = {}
+    for event in collectives:
+        row = sums.setdefault((event.op, event.axis), [0, 0, 0.0])
+        row[0] += event.calls
+        row[1] += event.num_bytes
+        row[2] += event.waited
+    return tuple(AxisTraffic(OPS[op], Axis(axis).label, *row) for (op, axis), row in sorted(sums.items()))

@@ -1,0 +1,44 @@
+"""What a rank sends may be anything: these take a value that is what it should be, and raise ValueError otherwise."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def whole_number(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{value!r} is no whole number")
+    return value
+
+
+def count(value: Any) -> int:
+    """From 0 up."""
+    if whole_number(value) < 0:
+        raise ValueError(f"{value!r} is below zero")
+    return int(value)
+
+
+def number(value: Any) -> float:
+    """NaN and infinity too: a loss may be that."""
+    if type(value) not in (int, float):
+        raise ValueError(f"{value!r} is no number")
+    return float(value)
+
+
+def finite(value: Any) -> float:
+    if not math.isfinite(number(value)):
+        raise ValueError(f"{value!r} is not finite")
+    return float(value)
+
+
+def text(value: Any) -> str:
+    """Its beginning."""
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no text")
+    return value[:200]
+
+
+def or_null(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,128 @@
+"""What one rank's events of a step say by themselves: what it did, when it waited, and what lies between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+
+from monitoring.events import Axis, Event, What
+from monitoring.facts import RankFacts
+from monitoring.time_parts import PARTS
+
+Span = tuple[float, float]
+Message = tuple[int, int, int]
+"""What sends it, its stage and its microbatch."""
+
+_BY_START = itemgetter(Event._fields.index("start"))
+# As plain numbers: members of an enumeration are looked up each time, and this is done for every event of a run.
+_STEP, _COLLECTIVE = int(What.STEP), int(What.COLLECTIVE)
+_F, _W, _REDUCE_GRAD = int(What.F), int(What.W), int(What.REDUCE_GRAD)
+_COLUMNS = {What.F: 0, What.B: 1, What.I: 1, What.W: 2}
+_SENDERS = {What.RECV_F: (int(What.SEND_F), -1), What.RECV_B: (int(What.SEND_B), 1)}
+"""Of each kind of receive: what sends the message, and how much further on that stage is."""
+_PART_OF = {
+    What.DATA: "data",
+    What.SEND_F: "pp_comm",
+    What.SEND_B: "pp_comm",
+    What.REDUCE_GRAD: "dp_comm",
+    What.OPTIMIZER: "optimizer",
+    What.CHECKPOINT: "checkpoint",
+}
+
+
+@dataclass(slots=True)
+class RankTimes:
+    """Of one rank in one step. `parts` has what needs no other rank's word; the rest is for whoever compares."""
+
+    facts: RankFacts
+    step: int = 0
+    seconds: float = 0.0
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    compute_wall: float = 0.0
+    compute_cpu: float = 0.0
+    core_wait: float = 0.0
+    stages: dict[int, list[float]] = field(default_factory=dict)
+    """Forward, backward and weight part, without waits."""
+    waits: list[float] = field(default_factory=list)
+    """For tensor-parallel peers, one of each computing action: the peers have the same ones in the same order."""
+    sends: dict[Message, float] = field(default_factory=dict)
+    """When each began."""
+    receives: list[tuple[Message, float, float]] = field(default_factory=list)
+    """The message, and the receive's start and end."""
+    opening: list[Span] = field(default_factory=list)
+    """Calls among the replicas before the first action."""
+    reduce: list[Span] = field(default_factory=list)
+    meet: list[Span] = field(default_factory=list)
+    actions: Span | None = None
+    """From the first one's start to the last one's end."""
+    collectives: list[Event] = field(default_factory=list)
+
+    @staticmethod
+    def of(facts: RankFacts, events: Sequence[Event]) -> RankTimes:
+        """Raises ValueError where no STEP is among the events."""
+        for event in reversed(events):
+            if event.what == _STEP:
+                times = RankTimes(facts, event.step, event.end - event.start)
+                times._read(events, event.start, event.end)
+                return times
+        raise ValueError(f"rank {facts.rank} has not ended the step")
+
+    def _read(self, events: Iterable[Event], begin: float, finish: float) -> None:
+        wall = used = cpu_time = gaps = 0.0
+        cursor, is_cpu, waits = begin, self.facts.is_cpu, self.waits
+        first: Span | None = None
+        last = begin
+        for event in sorted(events, key=_BY_START):
+            what, _, start, end, stage, microbatch, cpu, waited, *_ = event
+            if what == _COLLECTIVE:
+                self.collectives.append(event)
+                continue
+            if what == _STEP:
+                continue
+            if start < begin or end > finish:  # clocks differ by some microseconds
+                start, end = min(max(start, begin), finish), max(min(end, finish), begin)
+            if _F <= what <= _REDUCE_GRAD:
+                first, last = first or (cursor, start), end
+            if start > cursor:
+                gaps += start - cursor
+            if end > cursor:
+                cursor = end
+            if _F <= what <= _W:
+                length = end - start
+                waited = min(waited, length)
+                length -= waited
+                waits.append(waited)
+                wall += length
+                cpu_time += cpu
+                used += min(length, cpu) if is_cpu else length
+                self.stages.setdefault(stage, [0.0, 0.0, 0.0])[_COLUMNS[what]] += length
+            else:
+                self._note(what, start, end, stage, microbatch)
+        self.compute_wall, self.compute_cpu, self.core_wait = wall, cpu_time, wall - used
+        self.parts["compute"] += used
+        self.parts["other"] += gaps + max(0.0, finish - cursor) + self.core_wait
+        if first is not None:
+            self.actions = first[1], last
+            self._find_opening(*first)
+
+    def _note(self, what: What, start: float, end: float, stage: int, microbatch: int) -> None:
+        if what in _PART_OF:
+            self.parts[_PART_OF[what]] += end - start
+            if what in (What.SEND_F, What.SEND_B):
+                self.sends[what, stage, microbatch] = start
+        elif what in _SENDERS:
+            sender, further = _SENDERS[what]
+            self.receives.append(((sender, stage + further, microbatch), start, end))
+        elif what == What.REDUCE:
+            self.reduce.append((start, end))
+        elif what == What.MEET:
+            self.meet.append((start, end))
+
+    def _find_opening(self, begin: float, finish: float) -> None:
+        """Replicas agree on the batch before they begin, while nothing else goes on: that is no hand-over."""
+        for event in self.collectives:
+            if event.axis == Axis.DP and begin <= event.start and event.end <= finish:
+                self.opening.append((event.start, event.end))
+                self.parts["other"] -= event.end - event.start
+                begin = event.end  # calls that overlap count once

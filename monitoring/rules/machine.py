@@ -1,0 +1,151 @@
+"""Rules about the machines: ranks that come late, too few cores, event loops that are held up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from monitoring.facts import RankFacts
+from monitoring.observations import Bottleneck, Severity, Straggler
+from monitoring.rules.levels import severity_of
+from monitoring.rules.view import View, duration, percent, saved
+
+_LEAST_LAGS = 20  # timers, about a second of one rank: fewer have no 99th percentile
+
+
+def oversubscribed_cores(view: View) -> Iterator[Bottleneck]:
+    """More ranks on a host than it has cores for, and they wait for one."""
+    for host, members in view.hosts.items():
+        cores = max(member.num_cores for member in members)
+        if all(member.is_cpu for member in members) and 0 < cores < len(members):
+            yield from _without_core(view, host, members, cores)
+
+
+def _without_core(view: View, host: str, members: list[RankFacts], cores: int) -> Iterator[Bottleneck]:
+    # A straggler lacks a core for a reason of its own.
+    slow = {each.rank for each in view.window.stragglers}
+    waits = [
+        window.core_wait
+        for each in members
+        if each.rank not in slow and (window := view.window.ranks.get(each.rank)) is not None
+    ]
+    share = view.share(sum(waits) / len(waits)) if waits else 0.0
+    severity = severity_of("oversubscribed_cores", share)
+    if severity is None:
+        return
+    axis = next((name for name in ("dp", "tp", "pp") if getattr(view.facts, name) > 1), "dp")
+    yield Bottleneck(
+        kind="oversubscribed_cores",
+        severity=severity,
+        message=f"{len(members)} ranks share {_count(cores, 'core')} of {_host(host)}: "
+        f"{percent(share)} of a step they wait for one.",
+        evidence={"ranks": len(members), "cores": cores, "core_wait_share": share},
+        remedy=f"Start at most {_count(cores, 'rank')} on this host: make parallel.{axis} smaller, or use more hosts. "
+        "What is gained is what a core for each rank would save.",
+        key=f"parallel.{axis}",
+        value=_fitting(view, axis, cores),
+        gain=saved(share),
+        host=host or None,
+    )
+
+
+def _fitting(view: View, axis: str, cores: int) -> str | None:
+    """The largest size of the axis with which all ranks have a core, where there is one host."""
+    now = getattr(view.facts, axis)
+    others = view.facts.world_size // now
+    fitting = [size for size in range(1, now) if now % size == 0 and size * others <= cores]
+    return str(fitting[-1]) if fitting and len(view.hosts) == 1 else None
+
+
+def stragglers(view: View) -> Iterator[Bottleneck]:
+    """One for each rank that the detector has named; one for a host of which all are."""
+    by_host: dict[str, list[Straggler]] = {}
+    for each in view.window.stragglers:
+        if each.host is None:
+            yield _straggler(view, [each])
+        else:
+            by_host.setdefault(each.host, []).append(each)
+    for those in by_host.values():
+        yield _straggler(view, those)
+
+
+_COMPARED = {
+    "peers": "ranks with the same work",
+    "itself": "its own earlier steps",
+    "processor": "other ranks in how much of its computing it has a core",
+}
+
+
+def _straggler(view: View, those: list[Straggler]) -> Bottleneck:
+    worst = min(those, key=lambda each: each.score)
+    rank, host = (None, worst.host) if worst.host is not None else (worst.rank, None)
+    who = f"All ranks of {_host(worst.host)} are" if worst.host is not None else f"Rank {worst.rank} is"
+    has_core = worst.compared_with != "processor"
+    where = _host(view.ranks[worst.rank].host) if worst.rank in view.ranks else "its host"
+    return Bottleneck(
+        kind="straggler",
+        severity=severity_of("straggler", 1 - worst.score) or Severity.LOW,
+        message=f"{who} slow since step {worst.since_step}: {percent(worst.score)} of the speed of "
+        f"{_COMPARED.get(worst.compared_with, worst.compared_with)}.",
+        evidence={
+            "rank": worst.rank,
+            "score": worst.score,
+            "compared_with": worst.compared_with,
+            "since_step": worst.since_step,
+            "ranks": len(those),
+            "waiting_share": view.part("straggler"),
+        },
+        remedy=f"Look at what slows it down on {where}: another program, heat, a slower processor. Start the ranks "
+        "elsewhere, or order them so that it holds up fewer."
+        if has_core
+        else f"Give it back its core on {where}: end what else runs there, lift its quota, use fewer threads a rank.",
+        key="parallel.order" if has_core else "runtime.threads",
+        value=None if has_core else "1",
+        gain=straggling(view, worst),
+        rank=rank,
+        host=host,
+    )
+
+
+def straggling(view: View, straggler: Straggler) -> float:
+    """The share of a step by which its computing takes too long, as far as somebody waits meanwhile."""
+    own = view.window.ranks.get(straggler.rank)
+    if own is None:
+        return 0.0
+    too_long = own.compute_wall * (1 - straggler.score)
+    waits = [
+        rank.parts["straggler"] + rank.parts["bubble"]
+        for number, rank in view.window.ranks.items()
+        if number != straggler.rank
+    ]
+    return saved(view.share(min(too_long, max(waits, default=too_long))))
+
+
+def event_loop_lag(view: View) -> Iterator[Bottleneck]:
+    """Timers come late: something holds up the event loop, which starts reductions and answers for the rank."""
+    lag = view.window.lag
+    if lag is None or sum(lag.counts) < _LEAST_LAGS:
+        return
+    if any(each.compared_with == "processor" for each in view.window.stragglers):
+        return  # without a core its event loop is late too
+    late = lag.quantile(0.99)
+    severity = severity_of("event_loop_lag", late)
+    if severity is not None:
+        yield Bottleneck(
+            kind="event_loop_lag",
+            severity=severity,
+            message=f"One in 100 timers of the event loops comes {duration(late)} late or later, the worst "
+            f"{duration(lag.worst)}.",
+            evidence={"p99_seconds": late, "worst_seconds": lag.worst, "timers": sum(lag.counts)},
+            remedy="Find what runs on the event loop, or holds Python's lock: a blocking call in your script, Python "
+            "code in the dataset. Where it is torch's threads that take all cores, use fewer.",
+            key="runtime.threads",
+            value="1",
+        )
+
+
+def _host(host: str | None) -> str:
+    return f"host {host}" if host else "the host"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -1,0 +1,187 @@
+"""Where ranks' messages go: a thread of its own that observes the run and serves what it sees. The run never waits
+for it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from monitoring.background import BackgroundLoop
+from monitoring.endpoint import Endpoint
+from monitoring.events import RECORD_BYTES
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+T = TypeVar("T")
+
+MOST_BYTES = 32 << 20
+"""Of messages that wait: a minute's of eight busy ranks."""
+_MESSAGE_BYTES = 512  # of one without events, about
+_PAUSE = 0.05  # seconds: messages that come meanwhile are taken together
+_AT_ONCE = 64  # messages, then whoever asks is answered
+_CLOSE_SECONDS = 5.0
+
+Message = Mapping[str, Any]
+MakeApp = Callable[["Station"], "web.Application"]
+
+
+class Observes(Protocol):
+    """Takes in what ranks tell, in the station's thread."""
+
+    def take(self, rank: int, message: Message) -> object: ...
+
+
+class Inbox:
+    """Messages until somebody takes them: bounded, and it forgets the oldest. Safe between threads."""
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._most_bytes, self._num_bytes = most_bytes, 0
+        self._waiting: deque[tuple[int, Message, int]] = deque()
+        self._lock = threading.Lock()
+        self._lost_events: Counter[int] = Counter()
+        self.lost_messages = 0
+
+    def put(self, rank: int, message: Message) -> bool:
+        """Whether it is the first that waits."""
+        size = _size(message)
+        with self._lock:
+            is_first = not self._waiting
+            self._waiting.append((rank, message, size))
+            self._num_bytes += size
+            while self._num_bytes > self._most_bytes:
+                self._forget_oldest()
+        return is_first
+
+    def _forget_oldest(self) -> None:
+        rank, message, size = self._waiting.popleft()
+        self._num_bytes -= size
+        self.lost_messages += 1
+        data = message.get("data")
+        if message.get("kind") == "events" and isinstance(data, str):
+            self._lost_events[rank] += len(data) * 3 // 4 // RECORD_BYTES
+
+    def lost_events(self) -> dict[int, int]:
+        """By rank: those in messages that were forgotten."""
+        with self._lock:
+            return dict(self._lost_events)
+
+    def get(self, at_most: int) -> list[tuple[int, Message]]:
+        """The oldest that wait."""
+        with self._lock:
+            taken = [self._waiting.popleft() for _ in range(min(at_most, len(self._waiting)))]
+            self._num_bytes -= sum(size for _, _, size in taken)
+        return [(rank, message) for rank, message, _ in taken]
+
+
+def _size(message: Message) -> int:
+    data = message.get("data")
+    return _MESSAGE_BYTES + (len(data) if isinstance(data, str) else 0)
+
+
+class Station:
+    """Made and closed by whoever runs the ranks; `take` and `set_status` come from its event loop or any thread."""
+
+    def __init__(
+        self,
+        observer: Observes,
+        endpoint: Endpoint | None = None,
+        make_app: MakeApp | None = None,
+        inbox: Inbox | None = None,
+    ) -> None:
+        """make_app: what the endpoint answers; called in the station's thread, which imports what that takes."""
+        self.observer, self.endpoint = observer, endpoint
+        self.status, self.error = "running", ""
+        self.inbox = inbox or Inbox()
+        self.failures = 0
+        """Of the observer: bugs of ours, which must not end a run."""
+        self.on_status: list[Callable[[str, str], None]] = []
+        """Called in the station's thread."""
+        self._background = BackgroundLoop("parallel3d-station")
+        self._serving: Future[web.AppRunner | None] | None = None
+        if endpoint is not None and make_app is not None:
+            self._serving = self._background.run(self._serve(make_app, endpoint))
+
+    def take(self, rank: int, message: Message) -> None:
+        """A rank's message; never waits, and never raises."""
+        if self.inbox.put(rank, message):
+            self._background.call(self._background.call_later, _PAUSE, self._drain)
+
+    def set_status(self, status: str, error: str = "") -> None:
+        """How the run is."""
+        self._background.call(self._set_status, status, error)
+
+    def _set_status(self, status: str, error: str) -> None:
+        self.status, self.error = status, error
+        for tell in self.on_status:
+            self._attempt(tell, status, error)
+
+    async def settle(self, then: Callable[[], T]) -> T:
+        """Call something in the station's thread, once all that was taken before is with the observer."""
+        return await asyncio.wrap_future(self._background.run(self._settled(then)))
+
+    async def _settled(self, then: Callable[[], T]) -> T:
+        there_is_more = True
+        while there_is_more:
+            there_is_more = self._hand_over()
+            await asyncio.sleep(0)  # whoever asks is answered meanwhile
+        return then()
+
+    async def close(self) -> None:
+        """Answer nobody any more, and end the thread. What has not been taken in by now is left."""
+        await asyncio.shield(asyncio.to_thread(self.close_now))
+
+    def close_now(self) -> None:
+        """The same, for those without an event loop; waits some seconds at most."""
+        try:
+            self._background.run(self._stop_serving()).result(_CLOSE_SECONDS)
+        except Exception:
+            self._complain()
+        if self.endpoint is not None:
+            self.endpoint.close()
+        self._background.stop(_CLOSE_SECONDS)
+
+    # In the thread.
+
+    async def _serve(self, make_app: MakeApp, endpoint: Endpoint) -> web.AppRunner | None:
+        try:
+            from monitoring.server import serve  # aiohttp takes a third of a second
+
+            return await serve(make_app(self), endpoint)
+        except Exception:
+            self._complain()
+            return None
+
+    async def _stop_serving(self) -> None:
+        runner = await asyncio.wrap_future(self._serving) if self._serving is not None else None
+        if runner is not None:
+            await runner.cleanup()
+
+    def _drain(self) -> None:
+        if self._hand_over():
+            self._background.call(self._drain)
+
+    def _hand_over(self) -> bool:
+        """Whether there were as many as are taken at a time, so that there may be more."""
+        taken = self.inbox.get(_AT_ONCE)
+        for rank, message in taken:
+            self._attempt(self.observer.take, rank, message)
+        return len(taken) == _AT_ONCE
+
+    def _attempt(self, function: Callable[..., object], *args: Any) -> None:
+        try:
+            function(*args)
+        except Exception:
+            self.failures += 1
+            if self.failures == 1:  # one is enough to find the bug by, and more would bury the run's own output
+                self._complain()
+
+    def _complain(self) -> None:
+        print("parallel3d: watching the run failed; the run itself goes on.", file=sys.stderr)
+        traceback.print_exc()

@@ -1,0 +1,153 @@
+"""Which ranks are slow, step after step: by what they compute themselves, never by how long a step takes them.
+
+A collective makes all ranks' steps equally long, so each rank's own forwards and backwards are compared, without its
+waits for others. A rank's score is its own speed over what could be expected of it, the least of three:
+
+| compared with | expected                                                                                      |
+|---------------|-----------------------------------------------------------------------------------------------|
+| `peers`       | the fastest rank with the same work                                                             |
+| `itself`      | its own best median so far, as far as other ranks still reach theirs: if all slow down, none lags |
+| `processor`   | the share of its computing in which the best rank had a core                                     |
+
+Where a host has more ranks than cores, ranks take turns: there only processor time is compared, and `processor` not at
+all. A rank is named once its score was below 0.67 in three steps on end, and no more after three of 0.8 and above.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+
+from monitoring.facts import RankFacts
+from monitoring.observations import RankStep, StepTimes, Straggler
+
+WARM_UP = 2
+"""Steps that are slow everywhere, by different amounts."""
+SLOW, FAST = 0.67, 0.8
+"""Between the two nothing changes, so that a rank is not named and cleared in turn."""
+IN_A_ROW = 3
+_MEDIAN_OF = 5  # steps; one that was disturbed does not matter
+
+
+class StragglerDetector:
+    """Fed with each step of the mesh, in order."""
+
+    def __init__(self, warm_up: int = WARM_UP) -> None:
+        self._warm_up = warm_up
+        self._habits: dict[int, _Habit] = defaultdict(_Habit)
+        self._slow: Counter[int] = Counter()
+        self._fast: Counter[int] = Counter()
+        self._named: dict[int, Straggler] = {}
+        self._latest: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=IN_A_ROW))
+
+    @property
+    def scores(self) -> dict[int, float]:
+        """Of each rank, 0 to 1: the median of its latest three steps. Empty before one counts."""
+        return {rank: median(latest) for rank, latest in self._latest.items()}
+
+    @property
+    def stragglers(self) -> tuple[Straggler, ...]:
+        """Those that are named now, by rank."""
+        return tuple(self._named[rank] for rank in sorted(self._named))
+
+    def take(self, times: StepTimes, ranks: Mapping[int, RankFacts]) -> None:
+        if self._warm_up > 0:
+            self._warm_up -= 1
+            return
+        crowded = crowded_hosts(ranks.values())
+        worst = self._compare(times.ranks, ranks, crowded)
+        for rank, (score, compared_with) in worst.items():
+            self._latest[rank].append(score)
+            self._judge(Straggler(rank, score, compared_with, times.step))
+        self._name_hosts(ranks)
+
+    def _compare(
+        self, steps: Sequence[RankStep], ranks: Mapping[int, RankFacts], crowded: frozenset[str]
+    ) -> dict[int, tuple[float, str]]:
+        """Of each rank the least score, and what it was compared with."""
+        own = {each.rank: _seconds(each, ranks[each.rank], crowded) for each in steps}
+        habits = {rank: self._habits[rank].speed(seconds) for rank, seconds in own.items()}
+        scores = {
+            "peers": _against_peers(own, ranks),
+            "itself": _over_best({rank: speed for rank, speed in habits.items() if speed is not None}),
+            "processor": _over_best(_core_shares(steps, ranks, crowded)),
+        }
+        return {rank: min((found.get(rank, 1.0), name) for name, found in scores.items()) for rank in own}
+
+    def _judge(self, now: Straggler) -> None:
+        rank = now.rank
+        self._slow[rank] = self._slow[rank] + 1 if now.score < SLOW else 0
+        self._fast[rank] = self._fast[rank] + 1 if now.score >= FAST else 0
+        if rank in self._named:
+            if self._fast[rank] >= IN_A_ROW:
+                del self._named[rank]
+            elif now.score < SLOW:
+                self._named[rank] = replace(now, since_step=self._named[rank].since_step)
+        elif self._slow[rank] >= IN_A_ROW:
+            self._named[rank] = replace(now, since_step=now.since_step - IN_A_ROW + 1)
+
+    def _name_hosts(self, ranks: Mapping[int, RankFacts]) -> None:
+        """Where every slow rank is on one host, and every rank of that host is slow, it is the host that is."""
+        hosts = Counter(facts.host for facts in ranks.values())
+        slow = Counter(ranks[rank].host for rank in self._named)
+        host = next(iter(slow), None)
+        is_host = len(hosts) > 1 and len(slow) == 1 and host is not None and slow[host] == hosts[host]
+        for rank, straggler in self._named.items():
+            self._named[rank] = replace(straggler, host=host if is_host else None)
+
+
+class _Habit:
+    """How long a rank computes in a step when nothing disturbs it."""
+
+    __slots__ = ("_best", "_latest")
+
+    def __init__(self) -> None:
+        self._latest: deque[float] = deque(maxlen=_MEDIAN_OF)
+        self._best: float | None = None
+
+    def speed(self, seconds: float) -> float | None:
+        """Of this step, over its best so far, which may be more than 1; None before that is known."""
+        best = self._best
+        self._latest.append(seconds)
+        if len(self._latest) == _MEDIAN_OF:
+            usual = median(self._latest)
+            self._best = usual if best is None else min(best, usual)
+        return best / seconds if best is not None and seconds > 0 else None
+
+
+def crowded_hosts(ranks: Iterable[RankFacts]) -> frozenset[str]:
+    """Those that have more ranks than cores."""
+    everyone = list(ranks)
+    counts = Counter(facts.host for facts in everyone if facts.is_cpu)
+    return frozenset(f.host for f in everyone if 0 < f.num_cores < counts[f.host])
+
+
+def _seconds(step: RankStep, facts: RankFacts, crowded: frozenset[str]) -> float:
+    return step.compute_cpu if facts.host in crowded and facts.is_cpu else step.compute_wall
+
+
+def _against_peers(own: Mapping[int, float], ranks: Mapping[int, RankFacts]) -> dict[int, float]:
+    least: dict[int, float] = {}
+    for rank, seconds in own.items():
+        stage = ranks[rank].place.pp
+        least[stage] = min(seconds, least.get(stage, seconds))
+    return {rank: least[ranks[rank].place.pp] / seconds for rank, seconds in own.items() if seconds > 0}
+
+
+def _core_shares(
+    steps: Iterable[RankStep], ranks: Mapping[int, RankFacts], crowded: frozenset[str]
+) -> dict[int, float]:
+    """How much of its computing each rank had a core for, where that is known and each could have one."""
+    found = {}
+    for step in steps:
+        facts = ranks[step.rank]
+        if facts.is_cpu and facts.num_cores and facts.host not in crowded and step.compute_wall > 0:
+            found[step.rank] = min(1.0, step.compute_cpu / step.compute_wall)
+    return found
+
+
+def _over_best(values: Mapping[int, float]) -> dict[int, float]:
+    best = max(values.values(), default=0.0)
+    return {rank: value / best for rank, value in values.items()} if best > 0 else {}
