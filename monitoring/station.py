@@ -103,6 +103,8 @@ class Station:
         """Of the observer: bugs of ours, which must not end a run."""
         self.on_status: list[Callable[[str, str], None]] = []
         """Called in the station's thread."""
+        self.on_close: list[Callable[[], None]] = []
+        """The same, before the server ends: whoever is being told of the run hears the last of it."""
         self._background = BackgroundLoop("parallel3d-station")
         self._serving: Future[web.AppRunner | None] | None = None
         if endpoint is not None and make_app is not None:
@@ -160,6 +162,8 @@ class Station:
 
     async def _stop_serving(self) -> None:
         runner = await asyncio.wrap_future(self._serving) if self._serving is not None else None
+        for end in self.on_close:
+            self._attempt(end)
         if runner is not None:
             await runner.cleanup()
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -38,6 +38,7 @@ _RANK_KEYS = (
 _STEP_KEYS = ("loss", "grad_norm", "learning_rate", "tokens", "seconds")
 
 Json = dict[str, Any]
+T = TypeVar("T")
 
 
 def load_run(folder: str | Path) -> Json:
@@ -152,7 +153,7 @@ class FinishedRun:
         }
 
 
-def thinned(rows: list[Json], most: int) -> list[Json]:
+def thinned(rows: list[T], most: int) -> list[T]:
     """At most so many, evenly spread, the first and the last among them."""
     if len(rows) <= most:
         return rows

@@ -8,7 +8,7 @@ import ssl
 import sys
 import time
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from monitoring.endpoint import Endpoint, UnusableToken, read_token, tls_context
 from monitoring.facts import RunFacts
@@ -17,6 +17,12 @@ from parallel3d.before_start import Locate, nowhere
 from parallel3d.config import RunConfig
 from parallel3d.config.errors import ConfigProblems, problem_of_key
 from parallel3d.run_record import ModelFacts
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from monitoring.observer import Observer
+    from monitoring.station import Station
 
 
 def open_endpoint(config: RunConfig, locate: Locate = nowhere) -> Endpoint | None:
@@ -92,6 +98,13 @@ def endpoints(run_id: str, endpoint: Endpoint | None, per_rank: bool = False) ->
             "token": endpoint.token,
         }
     return known
+
+
+def page(station: Station, observer: Observer) -> list[web.RouteDef]:
+    """The routes of the run's page. Called in the station's thread, which then imports what it takes."""
+    from parallel3d.run_view import page_of
+
+    return page_of(station, observer)
 
 
 def run_facts(config: RunConfig, model: ModelFacts, run_id: str) -> RunFacts:

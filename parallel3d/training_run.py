@@ -162,7 +162,7 @@ class Run:
         """From now on; ranks' messages come later, on this loop."""
         if self.config.monitoring.enabled:
             facts = run_watch.run_facts(self.config, model, self.run_id)
-            self._station, self._observer = open_station(facts, self._endpoint)
+            self._station, self._observer = open_station(facts, self._endpoint, routes=run_watch.page)
 
     def _close_endpoint(self) -> None:
         if self._endpoint is not None:

@@ -70,6 +70,10 @@ class Feed:
     # Who reads.
 
     @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    @property
     def num_readers(self) -> int:
         return len(self._readers)
 

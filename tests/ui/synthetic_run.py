@@ -6,6 +6,7 @@ import asyncio
 import math
 import random
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 from monitoring.page import Feed
@@ -103,8 +104,8 @@ class SyntheticRun:
         }
 
     def ranks(self) -> list[dict[str, Any]]:
-        tp, pp = self.mesh["tp"], self.mesh["pp"]
-        return [self._rank(rank, rank // (tp * pp), rank // pp % tp, rank % pp) for rank in range(math.prod(self.mesh.values()))]
+        places = product(*(range(self.mesh[axis]) for axis in ("dp", "tp", "pp")))
+        return [self._rank(rank, *place) for rank, place in enumerate(places)]
 
     def _rank(self, rank: int, dp: int, tp: int, pp: int) -> dict[str, Any]:
         seconds = sum(step["seconds"] for step in self.steps[2:])
@@ -163,10 +164,9 @@ class SyntheticRun:
         table = build(self.schedule, pp, 8).with_communication()
         base = simulate(table, Costs.uniform(table.stages, 0.0021, 0.0022, 0.0020, 0.0001))
         times = []
-        late = 0.0
-        for starts, ends in zip(base.starts, base.ends, strict=True):
-            late += 0.0004
-            times.append([(s * 1.03 + late, s * 1.03 + late + (e - s) * 0.97, 0.0) for s, e in zip(starts, ends, strict=True)])
+        for rank, (starts, ends) in enumerate(zip(base.starts, base.ends, strict=True)):
+            moments = [(1.03 * start + 0.0004 * rank, end - start) for start, end in zip(starts, ends, strict=True)]
+            times.append([(start, start + 0.97 * length, 0.0) for start, length in moments])
         return pipeline_view(len(self.steps) - 1, self.schedule, Measured.of(table, times))
 
     def say(self, event: str, level: str = "info", **fields: Any) -> None:

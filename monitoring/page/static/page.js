@@ -125,6 +125,7 @@ function follow(page, lastId) {
   });
   stream.addEventListener("open", () => say("live"));
   on("step", (step) => page.steps.put(step));
+  on("parts", ({ step, parts }) => page.steps.putParts(step, parts));
   on("log", (line) => page.log.put(line));
   on("state", (state) => { page.state = { ...page.state, ...state }; });
   on("reset", () => reload(page));

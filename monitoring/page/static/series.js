@@ -14,18 +14,20 @@ export class Steps {
     this.#listed = new Map(this.#all.map((step) => [step.step, step]));
   }
 
-  /** One more; or one that is known already, with its parts. */
+  /** One more. */
   put(step) {
-    const known = this.#listed.get(step.step);
-    if (known) {
-      Object.assign(known, step);
-      return;
-    }
+    if (this.#listed.has(step.step)) return;
     const last = this.#all.at(-1);
     this.#all.push(step);
     this.#listed.set(step.step, step);
     if (last && step.step < last.step) this.#all.sort((a, b) => a.step - b.step);
     if (this.#all.length > MOST) this.#thin();
+  }
+
+  /** Where its time went is known some moments after the step. */
+  putParts(number, parts) {
+    const step = this.#listed.get(number);
+    if (step) step.parts = parts;
   }
 
   #thin() {
