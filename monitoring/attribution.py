@@ -7,6 +7,7 @@ A rank alone can only say that it waited. What for follows from the other ranks'
 | F, B, I, W    | as long as the rank has a core                 | `compute`   | `other`     |
 | waits in them | the least that a tensor-parallel peer waits    | `tp_comm`   | `straggler` |
 | RECV          | the sender begins to send                      | waiting     | `pp_comm`   |
+| … computing   | its end: weight parts, while nothing comes     | `compute`   |             |
 | SEND          | its end                                        | `pp_comm`   |             |
 | REDUCE        | the last replica arrives                       | `straggler` | `dp_comm`   |
 | MEET          | the last rank arrives                          | waiting     | `optimizer` |
@@ -73,14 +74,13 @@ def _share_tensor_waits(peers: Sequence[RankTimes]) -> None:
 
 
 def _share_reduction(replicas: Sequence[RankTimes]) -> None:
-    for calls in ([each.opening for each in replicas], [each.reduce for each in replicas]):
-        for number in range(max(map(len, calls))):
-            last = max(spans[number][0] for spans in calls if len(spans) > number)
-            for each, spans in zip(replicas, calls, strict=True):
-                if len(spans) > number:
-                    early, rest = _split(spans[number], last)
-                    each.parts["straggler"] += early
-                    each.parts["dp_comm"] += rest
+    for number in range(max(len(each.reduce) for each in replicas)):
+        there = [each for each in replicas if len(each.reduce) > number]
+        last = max(each.reduce[number][0] for each in there)
+        for each in there:
+            early, rest = _split(each.reduce[number], last)
+            each.parts["straggler"] += early
+            each.parts["dp_comm"] += rest
 
 
 def _split(span: Span, moment: float) -> Span:
@@ -102,10 +102,10 @@ def _waiting(everyone: Sequence[RankTimes]) -> list[float]:
 
 def _waiting_of(each: RankTimes, sends: Mapping[tuple[int, int, Message], float], arrival: float) -> float:
     waited, place = 0.0, each.facts.place
-    for message, start, end in each.receives:
-        early, rest = _split((start, end), sends.get((place.dp, place.tp, message), end))
-        waited += early
-        each.parts["pp_comm"] += rest
+    for message, span, worked in each.receives:
+        early, rest = _split(span, sends.get((place.dp, place.tp, message), span[1]))
+        waited += max(0.0, early - worked)
+        each.parts["pp_comm"] += min(rest, rest + early - worked)
     for span in each.meet:
         early, rest = _split(span, arrival)
         waited += early

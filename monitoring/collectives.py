@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from monitoring.recorder import Recorder
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send", "recv", "barrier")
 MAX_EVENTS = 1024
@@ -103,9 +106,11 @@ class CollectiveTotal:
 class CollectiveRecorder:
     """Notes the calls of one mesh in one rank. `record` is meant for the event loop's thread."""
 
-    __slots__ = ("_latest", "_sums")
+    __slots__ = ("_latest", "_sums", "events_into")
 
     def __init__(self, max_events: int = MAX_EVENTS) -> None:
+        self.events_into: Recorder | None = None
+        """Where each call leaves an event too."""
         self._latest: deque[tuple[str, str, str, str, int, int, float, float]] = deque(maxlen=max_events)
         self._sums: dict[tuple[str, str, str, int], list[int | float]] = {}
         """Calls, bytes and seconds by group, kind, strategy and number of ranks: one bus factor each."""
@@ -131,6 +136,8 @@ class CollectiveRecorder:
         sums[0] += 1
         sums[1] += num_bytes
         sums[2] += seconds
+        if self.events_into is not None:
+            self.events_into.collective(group, kind, strategy, num_bytes, max(0.0, seconds), began)
 
     def events(self) -> list[CollectiveEvent]:
         """The latest calls, 1024 unless told otherwise, in the order in which they ended."""

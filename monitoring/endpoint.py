@@ -50,6 +50,7 @@ class Endpoint:
 
     listener: socket.socket
     host: str
+    port: int
     token: str = field(default_factory=new_token, repr=False)
     tls: ssl.SSLContext | None = None
 
@@ -60,12 +61,7 @@ class Endpoint:
         numeric = "127.0.0.1" if host == "localhost" else host
         family = socket.AF_INET6 if ":" in numeric else socket.AF_INET
         listener = socket.create_server((numeric, port or 0), family=family, backlog=_BACKLOG)
-        return Endpoint(listener, numeric, token or new_token(), tls)
-
-    @property
-    def port(self) -> int:
-        number: int = self.listener.getsockname()[1]
-        return number
+        return Endpoint(listener, numeric, listener.getsockname()[1], token or new_token(), tls)
 
     @property
     def is_loopback(self) -> bool:

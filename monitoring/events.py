@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
-from monitoring.collectives import KINDS as OPS
+from monitoring.collectives import KINDS
 
+OPS = KINDS
 NO_STAGE = NO_MICROBATCH = -1
 STRATEGIES = ("default", "ring", "tree", "hierarchical")
-_RECORD = struct.Struct("<BBBBiiIddddQI")
-RECORD_BYTES = _RECORD.size
+RECORD = struct.Struct("<BBBBiiIddddQI")
+"""What, axis, op, strategy, stage, microbatch, step, start, end, cpu, waited, bytes, calls."""
+RECORD_BYTES = RECORD.size
 
 
 class What(IntEnum):
@@ -72,7 +74,8 @@ class Event(NamedTuple):
     stage: int = NO_STAGE
     microbatch: int = NO_MICROBATCH
     cpu: float = 0.0
-    """Seconds of the processor that the rank's thread used meanwhile."""
+    """Seconds of the processor that the rank's thread used meanwhile. Of a receive: seconds in which weight gradients
+    were computed because nothing had come yet."""
     waited: float = 0.0
     """Seconds of it in which the rank waited for its tensor-parallel peers; of a COLLECTIVE, the seconds that its calls
     took, which is less than end - start where several are told together."""
@@ -98,7 +101,7 @@ class Event(NamedTuple):
 
 def pack_into(buffer: bytearray, offset: int, event: Event) -> None:
     what, step, start, end, stage, microbatch, cpu, waited, num_bytes, axis, op, strategy, calls = event
-    _RECORD.pack_into(
+    RECORD.pack_into(
         buffer, offset, what, axis, op, strategy, stage, microbatch, step, start, end, cpu, waited, num_bytes, calls
     )
 
@@ -107,7 +110,7 @@ def unpack(data: bytes) -> Iterator[Event]:
     """The events in these bytes. Raises ValueError for anything that `pack_into` could not have written."""
     if len(data) % RECORD_BYTES:
         raise ValueError(f"{len(data)} bytes are no whole number of events")
-    for what, axis, op, strategy, stage, microbatch, step, start, end, cpu, waited, size, calls in _RECORD.iter_unpack(
+    for what, axis, op, strategy, stage, microbatch, step, start, end, cpu, waited, size, calls in RECORD.iter_unpack(
         data
     ):
         if op >= len(OPS) or strategy >= len(STRATEGIES) or not 0 <= start <= end < 1e12 or not 0 <= cpu < 1e12:

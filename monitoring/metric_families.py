@@ -47,7 +47,7 @@ RUN_FAMILIES = {
     "core_wait_seconds_total": Family("counter", "Part of the phase other: computing without a core.", ("rank",)),
     "pipeline_bubble_ratio": Family(
         "gauge",
-        "Share of the latest step's pipeline that ranks of a place waited, as the schedule has it.",
+        "Share of the pipeline's time that its ranks waited as the schedule has it, of the latest steps.",
         ("pp_rank",),
     ),
     "straggler_score_ratio": Family("gauge", "A rank's own speed over the best; 1 is as fast.", ("rank",)),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from monitoring.events import Axis, Event, What
+from monitoring.events import Event, What
 from monitoring.facts import RankFacts
 from monitoring.time_parts import PARTS
 
@@ -48,11 +48,10 @@ class RankTimes:
     """For tensor-parallel peers, one of each computing action: the peers have the same ones in the same order."""
     sends: dict[Message, float] = field(default_factory=dict)
     """When each began."""
-    receives: list[tuple[Message, float, float]] = field(default_factory=list)
-    """The message, and the receive's start and end."""
-    opening: list[Span] = field(default_factory=list)
-    """Calls among the replicas before the first action."""
+    receives: list[tuple[Message, Span, float]] = field(default_factory=list)
+    """The message, when it was received, and how long the rank computed meanwhile."""
     reduce: list[Span] = field(default_factory=list)
+    """Replicas meet several times in a step: all at the same points of it."""
     meet: list[Span] = field(default_factory=list)
     actions: Span | None = None
     """From the first one's start to the last one's end."""
@@ -70,9 +69,8 @@ class RankTimes:
 
     def _read(self, events: Iterable[Event], begin: float, finish: float) -> None:
         wall = used = cpu_time = gaps = 0.0
-        cursor, is_cpu, waits = begin, self.facts.is_cpu, self.waits
-        first: Span | None = None
-        last = begin
+        cursor, is_cpu, waits, receives = begin, self.facts.is_cpu, self.waits, self.receives
+        first, last = finish, begin
         for event in sorted(events, key=_BY_START):
             what, _, start, end, stage, microbatch, cpu, waited, *_ = event
             if what == _COLLECTIVE:
@@ -83,7 +81,7 @@ class RankTimes:
             if start < begin or end > finish:  # clocks differ by some microseconds
                 start, end = min(max(start, begin), finish), max(min(end, finish), begin)
             if _F <= what <= _REDUCE_GRAD:
-                first, last = first or (cursor, start), end
+                first, last = min(first, start), end
             if start > cursor:
                 gaps += start - cursor
             if end > cursor:
@@ -96,33 +94,30 @@ class RankTimes:
                 wall += length
                 cpu_time += cpu
                 used += min(length, cpu) if is_cpu else length
-                self.stages.setdefault(stage, [0.0, 0.0, 0.0])[_COLUMNS[what]] += length
+                self._stage(stage)[_COLUMNS[what]] += length
+            elif what in _SENDERS:
+                sender, further = _SENDERS[what]
+                worked = min(cpu, end - start)  # weight parts that were waiting for a moment like this
+                receives.append(((sender, stage + further, microbatch), (start, end), worked))
+                if worked:
+                    wall, used, cpu_time = wall + worked, used + worked, cpu_time + worked
+                    self._stage(stage)[_COLUMNS[What.W]] += worked
             else:
                 self._note(what, start, end, stage, microbatch)
         self.compute_wall, self.compute_cpu, self.core_wait = wall, cpu_time, wall - used
         self.parts["compute"] += used
         self.parts["other"] += gaps + max(0.0, finish - cursor) + self.core_wait
-        if first is not None:
-            self.actions = first[1], last
-            self._find_opening(*first)
+        self.actions = (first, last) if first < finish else None
+
+    def _stage(self, stage: int) -> list[float]:
+        return self.stages.setdefault(stage, [0.0, 0.0, 0.0])
 
     def _note(self, what: What, start: float, end: float, stage: int, microbatch: int) -> None:
         if what in _PART_OF:
             self.parts[_PART_OF[what]] += end - start
             if what in (What.SEND_F, What.SEND_B):
                 self.sends[what, stage, microbatch] = start
-        elif what in _SENDERS:
-            sender, further = _SENDERS[what]
-            self.receives.append(((sender, stage + further, microbatch), start, end))
         elif what == What.REDUCE:
             self.reduce.append((start, end))
         elif what == What.MEET:
             self.meet.append((start, end))
-
-    def _find_opening(self, begin: float, finish: float) -> None:
-        """Replicas agree on the batch before they begin, while nothing else goes on: that is no hand-over."""
-        for event in self.collectives:
-            if event.axis == Axis.DP and begin <= event.start and event.end <= finish:
-                self.opening.append((event.start, event.end))
-                self.parts["other"] -= event.end - event.start
-                begin = event.end  # calls that overlap count once

@@ -108,13 +108,14 @@ class _Habit:
         self._best: float | None = None
 
     def speed(self, seconds: float) -> float | None:
-        """Of this step, over its best so far, which may be more than 1; None before that is known."""
+        """Of this step, over its best so far; None before that is known. A rank that beats its best is no faster than
+        others reach theirs: it may have had a bad start."""
         best = self._best
         self._latest.append(seconds)
         if len(self._latest) == _MEDIAN_OF:
             usual = median(self._latest)
             self._best = usual if best is None else min(best, usual)
-        return best / seconds if best is not None and seconds > 0 else None
+        return None if best is None else min(1.0, best / seconds)
 
 
 def crowded_hosts(ranks: Iterable[RankFacts]) -> frozenset[str]:
@@ -125,7 +126,8 @@ def crowded_hosts(ranks: Iterable[RankFacts]) -> frozenset[str]:
 
 
 def _seconds(step: RankStep, facts: RankFacts, crowded: frozenset[str]) -> float:
-    return step.compute_cpu if facts.host in crowded and facts.is_cpu else step.compute_wall
+    """Of a rank's own computing; never 0, for all are divided by it."""
+    return max(1e-9, step.compute_cpu if facts.host in crowded and facts.is_cpu else step.compute_wall)
 
 
 def _against_peers(own: Mapping[int, float], ranks: Mapping[int, RankFacts]) -> dict[int, float]:
@@ -133,7 +135,7 @@ def _against_peers(own: Mapping[int, float], ranks: Mapping[int, RankFacts]) -> 
     for rank, seconds in own.items():
         stage = ranks[rank].place.pp
         least[stage] = min(seconds, least.get(stage, seconds))
-    return {rank: least[ranks[rank].place.pp] / seconds for rank, seconds in own.items() if seconds > 0}
+    return {rank: least[ranks[rank].place.pp] / seconds for rank, seconds in own.items()}
 
 
 def _core_shares(

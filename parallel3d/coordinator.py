@@ -13,26 +13,26 @@ from typing import Any, Self
 import torch
 
 from monitoring.collectives import bus_factor
+from monitoring.recorder import Recorder
 from parallel3d.blueprint import draw
 from parallel3d.config import RunConfig
 from parallel3d.data import Batch, Batches, Dataset, Sampler, make_dataset
+from parallel3d.data.queue_depths import QueueDepths
 from parallel3d.executor import Begun, Executor
-from parallel3d.gradient_sync import GradientSync, farewell
-from parallel3d.late_gradients import LateGradients
+from parallel3d.gradient_sync import farewell
 from parallel3d.learning_rate import learning_rate
-from parallel3d.losses import StepLoss, make_loss
 from parallel3d.measured import Measured
-from parallel3d.optimizer import Optimizer
-from parallel3d.performance import Performance, TrainStep
+from parallel3d.optimizer import Optimizer, Taken
+from parallel3d.performance import Performance, TrainStep, core_wait
 from parallel3d.rank_mesh import Mesh, mesh
-from parallel3d.rank_part import RankPart, assemble, measure_cut
-from parallel3d.schedules.actions import Kind
+from parallel3d.rank_part import assemble, measure_cut
+from parallel3d.rank_setup import loss_of, seed_dropout, sync_of
 from parallel3d.schedules.gpipe import gpipe_of_stages
 from parallel3d.schedules.table import Table
-from parallel3d.seeding import OwnNumbers, seed_from_now_on, seed_of
 from parallel3d.sharding import Shards
-from parallel3d.vocabulary import gather_logits, vocab_cross_entropy
+from parallel3d.step_events import Span, StepEvents, StepMoments
 from parallel3d.whole_weights import gather_weights
+from process_groups.tensor_exchange import Outcome
 from runtime.errors import CommunicationError, InvalidCall, NonFiniteGradient, name_rank
 
 
@@ -48,11 +48,16 @@ class Coordinator:
         self._begun: _Pass | None = None
         self._own_rate: float | None = None
         self._dataset: Dataset | None = None
-        self._waited = 0.0
+        self._data_wait: Span | None = None
+        """For the batch that came last, until its step has ended."""
+        self.queue = QueueDepths(max(1, self.config.data.prefetch))
+        """How many batches were ready when one was asked for."""
         self._summed = 0, 0.0
         """Bytes and seconds of the tensor-parallel sums that were told of."""
-        self._scale: float | None = None
-        """Of the gradients that `backward_pass` left."""
+        self._reduced: _Pass | None = None
+        """Whose gradients `backward_pass` left."""
+        self.recorder = Recorder() if getattr(self.config.monitoring, "enabled", True) else None
+        """What happens in this rank; None where nobody watches."""
 
     @classmethod
     def from_config(cls, config: str | Path | RunConfig, *, overrides: Mapping[str, Any] | None = None) -> Coordinator:
@@ -80,13 +85,15 @@ class Coordinator:
         self._loss = loss_of(config, part)
         self._sync = sync_of(config, part, rank_mesh)
         self._optimizer = Optimizer(config.optimizer, self._sync, rank_mesh, part.counts_in_norm)
-        self._executor = self._make_executor(blueprint.table)
+        self._executor = self._make_executor(blueprint.table, self.recorder)
         apart = gpipe_of_stages(blueprint.table.rank_of_stage, blueprint.table.microbatches)
-        self._executor_apart = self._make_executor(apart)
+        self._executor_apart = self._make_executor(apart, self.recorder)
         self._evaluator = self._make_executor(apart.forward_only())
-        await rank_mesh.compute(_seed_dropout, config, part, rank_mesh)
+        await rank_mesh.compute(seed_dropout, config, part, rank_mesh)
+        rank_mesh.collectives.events_into = self.recorder
+        self._events = StepEvents(self.recorder, exchange)
 
-    def _make_executor(self, table: Table) -> Executor:
+    def _make_executor(self, table: Table, recorder: Recorder | None = None) -> Executor:
         return Executor(
             self.mesh,
             table,
@@ -95,6 +102,7 @@ class Coordinator:
             gradients=None if not table.has_backwards else self._sync,
             autocast=torch.bfloat16 if self.config.train.precision == "bfloat16" else None,
             waited=self._tensor_waits,
+            recorder=recorder,
         )
 
     async def _measured_cut(self) -> list[int] | None:
@@ -144,6 +152,19 @@ class Coordinator:
             raise InvalidCall(f"learning_rate = {rate!r}: give a number that is not negative, or None.")
         self._own_rate = rate
 
+    @property
+    def num_buckets(self) -> int:
+        """That this rank's gradients are reduced in; 0 where there is a single replica."""
+        return len(self._sync.buckets) if self.mesh.dp.size > 1 else 0
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of this rank's tensors that stay from step to step, by kind."""
+        return {
+            "weights": sum(each.nbytes for each in self._part.names),
+            "gradients": self._sync.gradient_bytes,
+            "optimizer": self._optimizer.state_bytes,
+        }
+
     def performance(self) -> Performance:
         """What the steps so far took, and what for."""
         return self._performance
@@ -156,38 +177,66 @@ class Coordinator:
             data, self._sampler(data), first=first, stop=stop, prefetch=prefetch, timeout=self.config.comm.timeout
         ) as batches:
             async for batch in batches:
-                self._waited = batches.last_waited
+                ended = time.monotonic()
+                self._data_wait = Span(ended - batches.last_waited, ended)
                 yield batch
+                if batches.step + 1 + prefetch <= stop:  # the last ones have none behind them
+                    self.queue.note(batches.num_ready)
 
     async def train_step(self, batch: Batch | tuple[Any, Any]) -> TrainStep:
         """Forward, backward and update, all microbatches of the batch. The loss is the whole mesh's on every rank."""
         self._refuse_between_passes("train_step")
-        start = time.perf_counter()
+        start = time.monotonic()
         under_way = await self._start(self._executor, batch)
-        tensor_waits, rate = self._tensor_waits(), self.learning_rate
+        rate = self.learning_rate
         async with self._closing_on_failure():
             await under_way.begun.finish()
-            reduced = time.perf_counter()
-            norm, (loss, count) = await self._optimizer.take(rate, self._told(under_way), under_way.scale)
-        end = time.perf_counter()
-        step = TrainStep(
-            step=self.step,
-            loss=loss * under_way.scale((loss, count)),
-            grad_norm=norm,
-            learning_rate=rate,
-            tokens=under_way.num_targets,
-            seconds=end - start,
-            data_seconds=self._waited,
-            reduce_seconds=reduced - under_way.begun.timed[-1].end,
-            optimizer_seconds=end - reduced,
-            tensor_seconds=self._tensor_waits() - tensor_waits,
-            actions=tuple(under_way.begun.timed),
-            all_reduce_bandwidth=self._sync.bus_bandwidth or self._tensor_bandwidth(),
-        )
-        self._waited = 0.0
-        self._num_steps += 1
+            under_way.reduced = time.monotonic()
+            taken = await self._optimizer.take(rate, self._told(under_way), under_way.scale)
+        step = self._made(under_way, taken, rate, start)
         self._performance.add(step)
         return step
+
+    def _made(self, under_way: _Pass, taken: Taken, rate: float, start: float) -> TrainStep:
+        number, moments = self.step, self._moments(under_way)
+        whole = self._end_step(moments)
+        waited = 0.0 if moments.opened is None else moments.opened.seconds
+        actions = tuple(under_way.begun.timed)
+        return TrainStep(
+            step=number,
+            loss=taken.sums[0] * under_way.scale(taken.sums),
+            grad_norm=taken.norm,
+            learning_rate=rate,
+            tokens=under_way.num_targets,
+            seconds=whole.end - start,
+            data_seconds=0.0 if moments.data is None else moments.data.seconds,
+            reduce_seconds=waited + moments.reduced - moments.acted,
+            optimizer_seconds=whole.end - moments.reduced - moments.met.seconds,
+            meet_seconds=moments.met.seconds,
+            tensor_seconds=sum(each.waited for each in actions),
+            core_wait_seconds=core_wait(actions) if self.recorder is not None and self._computes_on_cpu else 0.0,
+            actions=actions,
+            began=whole.start,
+            ended=whole.end,
+            all_reduce_bandwidth=self._sync.bus_bandwidth or self._tensor_bandwidth(),
+        )
+
+    def _moments(self, under_way: _Pass) -> StepMoments:
+        """Of a step that ends now."""
+        return StepMoments(
+            data=self._data_wait,
+            opened=under_way.opened,
+            acted=under_way.begun.timed[-1].end,
+            reduced=under_way.reduced,
+            met=Span(*self._optimizer.met),
+            ended=time.monotonic(),
+        )
+
+    def _end_step(self, moments: StepMoments) -> Span:
+        whole = self._events.end(self.step, moments)
+        self._data_wait = None
+        self._num_steps += 1
+        return whole
 
     async def eval_step(self, batch: Batch | tuple[Any, Any]) -> float:
         """The loss of a batch, without gradients and without dropout."""
@@ -220,15 +269,16 @@ class Coordinator:
             raise InvalidCall("backward_pass: call forward_pass before it.")
         under_way, self._begun = self._begun, None
         await under_way.begun.finish()
-        self._scale = under_way.final_scale
+        under_way.reduced = time.monotonic()
+        self._reduced = under_way
 
     async def optimizer_step(self) -> float:
         """Update the weights by the gradients of `backward_pass`; gives the gradients' norm."""
-        scale, self._scale = self._scale, None
-        if scale is None:
+        under_way, self._reduced = self._reduced, None
+        if under_way is None:
             raise InvalidCall("optimizer_step: call forward_pass and backward_pass before it.")
-        norm = (await self._optimizer.take(self.learning_rate, scale=lambda _: scale)).norm
-        self._num_steps += 1
+        norm = (await self._optimizer.take(self.learning_rate, scale=lambda _: under_way.final_scale)).norm
+        self._end_step(self._moments(under_way))
         return norm
 
     async def measured(self, step: TrainStep) -> Measured:
@@ -258,9 +308,12 @@ class Coordinator:
         dp = self.mesh.dp
         told = torch.zeros(2 + dp.size, dtype=torch.float64, device=dp.device)
         told[0], told[1], told[2 + dp.rank] = known or 0.0, targets.numel(), refusal is not None
+        opened: Span | None = None
         if dp.size > 1:
+            came = time.monotonic()
             async with self._closing_on_failure():
                 await dp.all_reduce(told)
+            opened = Span(came, time.monotonic())
         count, num_targets, *refused = told.tolist()
         if refusal is not None:
             raise refusal
@@ -269,7 +322,8 @@ class Coordinator:
         weight = 1.0 if known is None else 1.0 / max(count, 1.0)
         num = executor.table.microbatches
         parts = _cut(inputs, num), _cut(targets, num)
-        return _Pass(executor.begin(*parts, [weight] * num), int(num_targets), counts_later=known is None)
+        begun = executor.begin(*parts, [weight] * num)
+        return _Pass(begun, int(num_targets), opened, counts_later=known is None)
 
     @contextlib.asynccontextmanager
     async def _closing_on_failure(self) -> AsyncGenerator[None, None]:
@@ -324,49 +378,29 @@ class Coordinator:
         if self._part.partners is None:
             return None
         exchange, (num_bytes, seconds) = self._part.partners.exchange, self._summed
-        self._summed = exchange.summed.num_bytes, exchange.summed.seconds
+        summed = exchange.moved[Outcome.TOTAL]
+        self._summed = summed.num_bytes, summed.seconds
         moved, took = self._summed[0] - num_bytes, self._summed[1] - seconds
         return bus_factor("all_reduce", exchange.size) * moved / took / 1e9 if took > 0 else None
+
+    @property
+    def _computes_on_cpu(self) -> bool:
+        return self.mesh.world.device.type == "cpu"
 
     def _tensor_waits(self) -> float:
         return 0.0 if self._part.partners is None else self._part.partners.exchange.waited
 
 
-def loss_of(config: RunConfig, part: RankPart) -> StepLoss:
-    """The configured one, for logits that may be cut over the tensor-parallel ranks."""
-    cut, partners = part.blueprint.shards.logits_cut(part.tp_rank), part.partners
-    if cut is None or partners is None:
-        return make_loss(config.model.loss)
-
-    def of_cut(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return vocab_cross_entropy(logits, targets, cut, partners)
-
-    return make_loss(config.model.loss, of_cut, lambda logits: gather_logits(logits, cut, partners))
-
-
-def sync_of(config: RunConfig, part: RankPart, rank_mesh: Mesh) -> GradientSync:
-    """For this rank's stages, in the order in which their gradients are there."""
-    late = LateGradients(part, rank_mesh)
-    column = part.blueprint.table.with_communication().columns[rank_mesh.pp.rank]
-    sync = GradientSync(
-        rank_mesh,
-        {index: list(stage.module.parameters()) for index, stage in part.stages.items()},
-        [action.stage for action in column if action.kind is Kind.REDUCE_GRAD],
-        bucket_bytes=config.comm.bucket_size,
-        shard=config.optimizer.shard,
-        late=late.parameters,
-        settle_late=late.settle,
-    )
-    late.pieces = sync.flat_late(late.of_sequences)
-    return sync
-
-
 class _Pass:
     """A batch on its way."""
 
-    def __init__(self, begun: Begun, num_targets: int, *, counts_later: bool) -> None:
+    def __init__(self, begun: Begun, num_targets: int, opened: Span | None, *, counts_later: bool) -> None:
         self.begun, self.num_targets, self._counts_later = begun, num_targets, counts_later
         self.final_scale = 1.0
+        self.opened = opened
+        """When replicas told each other how much their batches count."""
+        self.reduced = 0.0
+        """When its gradients were."""
 
     def scale(self, sums: Sequence[float]) -> float:
         """What loss and gradients are still to be multiplied with, by the sums of what ranks told: 1, unless only the
@@ -378,21 +412,3 @@ def _cut(values: Any, num_microbatches: int) -> list[Any]:
     if isinstance(values, tuple):
         return list(zip(*(_cut(each, num_microbatches) for each in values), strict=True))
     return list(values.split(len(values) // num_microbatches))
-
-
-def _seed_dropout(config: RunConfig, part: RankPart, rank_mesh: Mesh) -> None:
-    """Replicas and stages drop different values. Tensor-parallel ranks drop the same of what each of them has whole.
-    Where the sequence is cut each has another part, and drops of it for itself: but not in the modules around those,
-    where a gradient that was put together from all parts would meet another rank's choice."""
-    dp, tp, pp = rank_mesh.coords
-    alike, apart = (seed_of(config.train.seed, f"dropout {dp} {pp} {number}") for number in (0, tp + 1))
-    model, blueprint = part.blueprint.model, part.blueprint
-    sliced = blueprint.shards.sliced(model.row)
-    seed_from_now_on(apart if sliced else alike)
-    if not sliced:
-        return
-    numbers = OwnNumbers(alike, rank_mesh.world.device)
-    for stage in part.stages:
-        for path in model.paths(blueprint.layers_per_stage, stage):
-            if path not in sliced:
-                numbers.give_to(model.module(path))

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from monitoring.events import NO_MICROBATCH, What
+from monitoring.recorder import Recorder
 from parallel3d.gradient_sync import farewell
 from parallel3d.measured import Measured
 from parallel3d.rank_mesh import Mesh
@@ -23,10 +25,11 @@ from parallel3d.schedules.actions import Action, Kind, receive_of, send_of
 from parallel3d.schedules.table import Table
 from parallel3d.simulation import ScheduleDeadlock, find_deadlock
 from parallel3d.stage import Loss, Stage
-from process_groups.pipes import Pipe
+from process_groups.pipes import Message, Pipe
 from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, InvalidCall, name_rank
 
 _OF_BACKWARDS = frozenset((Kind.B, Kind.I, Kind.W, Kind.SEND_B, Kind.RECV_B, Kind.REDUCE_GRAD))
+_RECEIVES = frozenset((Kind.RECV_F, Kind.RECV_B))
 _PAUSE = 0.001  # seconds between looks whether there is room for the last messages
 
 
@@ -50,13 +53,15 @@ class Gradients(Protocol):
 
 
 class Timed(NamedTuple):
-    """An action as it was, in seconds of time.perf_counter. A receive begins when the rank starts waiting for it."""
+    """An action as it was, in seconds of time.monotonic. A receive begins when the rank starts waiting for it."""
 
     action: Action
     start: float
     end: float
     waited: float = 0.0
     """Seconds of it that were spent waiting for a collective."""
+    cpu: float = 0.0
+    """Seconds of the processor. Of a receive: seconds in which weight gradients were computed meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +89,12 @@ class Executor:
         gradients: Gradients | None = None,
         autocast: torch.dtype | None = None,
         waited: Callable[[], float] = lambda: 0.0,
+        recorder: Recorder | None = None,
     ) -> None:
         self._mesh, self._group, self._loss, self._gradients = mesh, mesh.pp, loss, gradients
+        self._recorder = recorder
+        """Where each action leaves an event; it knows the step."""
+        self._processor = time.thread_time if recorder is not None else _stopped_clock
         self._waited = waited
         """Seconds so far that the engine thread has waited for collectives inside of actions."""
         self._autocast = autocast
@@ -102,6 +111,7 @@ class Executor:
                 f"{sorted(stages)} are given."
             )
         self.stages, self._column = dict(stages), self.table.columns[me]
+        self._events = [_what_and_where(action) for action in self._column]
         self._incoming = {
             rank: self._received_from(column, me) for rank, column in enumerate(self.table.columns) if rank != me
         }
@@ -163,7 +173,7 @@ class Executor:
             raise InvalidCall(f"measured: the pipeline's ranks are on {len(hosts)} hosts, whose clocks differ.")
         most = max(map(len, self.table.columns))
         mine = torch.zeros(1, most, 3, dtype=torch.float64, device=self._group.device)
-        mine[0, : len(timed)] = torch.tensor([each[1:] for each in timed], dtype=torch.float64)
+        mine[0, : len(timed)] = torch.tensor([each[1:4] for each in timed], dtype=torch.float64)
         rows = (await self._group.all_gather(mine)).tolist()
         times = [row[: len(column)] for row, column in zip(rows, self.table.columns, strict=True)]
         return Measured.of(self.table, times)
@@ -209,6 +219,10 @@ class Begun:
         self._unfinished: deque[tuple[Stage, int]] = deque()
         """Whose weight part is still to come, oldest first."""
         self._losses: list[torch.Tensor] = []
+        self._num_bytes = 0
+        """Of the message that was sent or received last."""
+        self._worked_off = 0.0
+        """Seconds of weight gradients so far, while nothing had come."""
         self.timed: list[Timed] = []
         self._do = {
             Kind.F: self._forward,
@@ -252,11 +266,24 @@ class Begun:
             pipe.expect(len(self._incoming[rank]))
 
     def _carry_out(self, end: int) -> None:
-        with torch.set_grad_enabled(not self._executor._is_forward_only):
-            for action in self._executor._column[len(self.timed) : end]:
-                start, waited = time.perf_counter(), self._executor._waited()
+        """An action begins where the one before has ended, so that clocks are read once for each."""
+        executor, waited_for_peers, processor = self._executor, self._executor._waited, self._executor._processor
+        with torch.set_grad_enabled(not executor._is_forward_only):
+            start, waited, cpu = time.monotonic(), waited_for_peers(), processor()
+            for at in range(len(self.timed), end):
+                action, worked_off = executor._column[at], self._worked_off
+                self._num_bytes = 0
                 self._do[action.kind](action)
-                self.timed.append(Timed(action, start, time.perf_counter(), self._executor._waited() - waited))
+                now, waits, used = time.monotonic(), waited_for_peers(), processor()
+                own = self._worked_off - worked_off if action.kind in _RECEIVES else used - cpu
+                self.timed.append(Timed(action, start, now, waits - waited, own))
+                if executor._recorder is not None:
+                    self._record(executor._recorder, at, start, now, own, waits - waited)
+                start, waited, cpu = now, waits, used
+
+    def _record(self, recorder: Recorder, at: int, start: float, end: float, cpu: float, waited: float) -> None:
+        what, stage, microbatch = self._executor._events[at]
+        recorder.record(what, recorder.step, start, end, stage, microbatch, cpu, waited, self._num_bytes)
 
     def _push_all(self) -> None:
         """Until everything is on its way."""
@@ -344,20 +371,21 @@ class Begun:
 
     def _send_forward(self, action: Action) -> None:
         stage, microbatch = self._stages[action.stage], _microbatch(action)
-        self._pipe_to(action).send(stage.outputs(microbatch))
+        self._send(action, stage.outputs(microbatch))
         self._let_go_if_no_backward_comes(stage, microbatch)
 
     def _send_backward(self, action: Action) -> None:
         """First the send, for which another stage waits; then what takes time here."""
         stage, microbatch = self._stages[action.stage], _microbatch(action)
-        self._pipe_to(action).send(stage.input_gradients(microbatch))
+        self._send(action, stage.input_gradients(microbatch))
         if (stage, microbatch) not in self._unfinished:
             stage.let_go(microbatch)
 
-    def _pipe_to(self, send: Action) -> Pipe:
+    def _send(self, send: Action, message: Message) -> None:
         receive = receive_of(send)
         assert receive is not None
-        return self._executor._pipes[self._table.rank_of_stage[receive.stage]]
+        self._executor._pipes[self._table.rank_of_stage[receive.stage]].send(message)
+        self._num_bytes = _bytes_of(message)
 
     def _receive(self, action: Action) -> None:
         """Messages of a peer come in its order; those that are for later are put aside."""
@@ -371,12 +399,17 @@ class Begun:
             except DeadlineExceeded as late:
                 raise self._too_late(action, send, rank) from late
             incoming.popleft()
+        self._num_bytes = _bytes_of(self._here[action])
 
     def _meanwhile(self) -> bool:
         """While nothing has come: send on what found no room, and a bit of what waits for its turn."""
         for pipe in self._executor._pipes.values():
             pipe.push()
-        return any(stage.work_off_one(microbatch) for stage, microbatch in self._unfinished)
+        start = time.monotonic()
+        did_some = any(stage.work_off_one(microbatch) for stage, microbatch in self._unfinished)
+        if did_some:
+            self._worked_off += time.monotonic() - start
+        return did_some
 
     def _too_late(self, action: Action, send: Action, rank: int) -> DeadlineExceeded:
         group = self._executor._group
@@ -388,6 +421,21 @@ class Begun:
             coords=coords,
             action=str(action),
         )
+
+
+def _stopped_clock() -> float:
+    """A look at the processor's own clock takes nearly a microsecond, which nobody pays who does not record."""
+    return 0.0
+
+
+def _what_and_where(action: Action) -> tuple[int, int, int]:
+    """As an event has it."""
+    microbatch = NO_MICROBATCH if action.microbatch is None else action.microbatch
+    return What[action.kind].value, action.stage, microbatch
+
+
+def _bytes_of(message: Message) -> int:
+    return sum(each.nbytes for each in message if each is not None)
 
 
 def _microbatch(action: Action) -> int:

@@ -115,6 +115,14 @@ class GradientSync:
             new_weights = registered if self.is_sharded else private  # peers read none of it otherwise
             return FlatBucket(stage, parameters, self._dp.size, new_weights, registered)
 
+    @property
+    def gradient_bytes(self) -> int:
+        """That gradients take, once they are there."""
+        return sum(
+            bucket.flat_gradients.nbytes if isinstance(bucket, FlatBucket) else sum(p.nbytes for p in bucket.parameters)
+            for bucket in self.buckets
+        )
+
     def flat_late(self, parameters: Collection[nn.Parameter]) -> list[torch.Tensor]:
         """The gradients of these late parameters, as few flat tensors: neighbours, as they were given, are one."""
         wanted, late = set(map(id, parameters)), self.buckets[self._num_early :]

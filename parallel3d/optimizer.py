@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -67,6 +68,8 @@ class Optimizer:
         for bucket in sync.buckets:
             self._updates.setdefault(bucket.dtype, update_of(config)).add(bucket.weights(self._slice))
             self._buckets.setdefault(bucket.dtype, []).append(bucket)
+        self.met = 0.0, 0.0
+        """When this rank came to the last step's exchange of norms, and when it had those of all ranks."""
         self.num_steps = 0
         """Steps taken. Set it where the state of an earlier run is put in."""
         # The engine thread's own way to the others: the event loop would cost two hand-overs an exchange.
@@ -101,7 +104,10 @@ class Optimizer:
     # In the engine thread.
 
     def _take(self, lr: float, told: Sequence[float], scale: Scale) -> Taken:
-        rows = self._from_all([self._norm(), *told])
+        numbers = [self._norm(), *told]
+        came = time.monotonic()
+        rows = self._from_all(numbers)
+        self.met = came, time.monotonic()
         squares, *columns = zip(*rows, strict=True)
         sums = [math.fsum(column) if all(map(math.isfinite, column)) else sum(column) for column in columns]
         factor = scale(sums)
@@ -159,6 +165,11 @@ class Optimizer:
             "before this step. Look at its samples, or lower optimizer.lr.",
             ranks=tuple(ranks),
         )
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all that `state` gives."""
+        return sum(value.nbytes for part in self.state() for value in part.values.values())
 
     def state(self) -> list[StatePart]:
         """Everything remembered from step to step but their number, by parameter."""

@@ -1,13 +1,14 @@
-"""What a rank's steps took, and what for."""
+"""What a rank's steps took, and what for, as far as the rank alone can tell."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from monitoring.time_parts import MEANINGS, NO_TIME, TimeParts, mean_of
 from parallel3d.executor import Timed
 from parallel3d.schedules.actions import Kind
 
@@ -34,12 +35,21 @@ class TrainStep:
     data_seconds: float
     """How long this rank waited for its batch before the step."""
     reduce_seconds: float
-    """From the last action to the end of the gradients' reduction."""
+    """From the last action to the end of the gradients' reduction, and before the first action, where replicas tell
+    each other how much their parts of the batch count."""
     optimizer_seconds: float
+    """Without `meet_seconds`."""
     tensor_seconds: float
     """How long this rank waited for its tensor-parallel peers."""
     actions: tuple[Timed, ...]
     """This rank's, in order."""
+    meet_seconds: float = 0.0
+    """How long this rank waited for all others' share of the norm."""
+    core_wait_seconds: float = 0.0
+    """How long forwards and backwards had to wait for a core. 0 where that is not measured."""
+    began: float = 0.0
+    """The end of the step before, in seconds of time.monotonic."""
+    ended: float = 0.0
     all_reduce_bandwidth: float | None = None
     """Bus bandwidth in 10⁹ bytes a second: of the gradients' reduction; with a single replica, of what tensor-parallel
     ranks added up. None where nothing was."""
@@ -50,8 +60,8 @@ class TrainStep:
 
     @property
     def pipeline_seconds(self) -> float:
-        """How long this rank waited for other stages."""
-        return sum(each.end - each.start for each in self.actions if each.action.kind in _RECEIVES)
+        """How long this rank waited for other stages, and did nothing meanwhile."""
+        return sum(each.end - each.start - each.cpu for each in self.actions if each.action.kind in _RECEIVES)
 
     @property
     def transfer_seconds(self) -> float:
@@ -60,8 +70,10 @@ class TrainStep:
 
     @property
     def compute_seconds(self) -> float:
+        """Forward and backward with a core, weight gradients that were computed while a message was waited for too."""
         done = sum(each.end - each.start for each in self.actions if each.action.is_compute)
-        return done - self.tensor_seconds
+        meanwhile = sum(each.cpu for each in self.actions if each.action.kind in _RECEIVES)
+        return done + meanwhile - self.tensor_seconds - self.core_wait_seconds
 
     @property
     def bubble(self) -> float:
@@ -71,16 +83,30 @@ class TrainStep:
         span = self.actions[-1].end - self.actions[0].start
         return self.pipeline_seconds / span if span > 0 else 0.0
 
+    def parts(self, seconds: float) -> TimeParts:
+        """Where so many seconds went that this step is the most of; the rest is `other`.
 
-_PARTS: dict[str, Callable[[TrainStep], float]] = {
-    "waiting for data": lambda step: step.data_seconds,
-    "compute": lambda step: step.compute_seconds,
-    "waiting for tensor-parallel ranks": lambda step: step.tensor_seconds,
-    "waiting for other stages": lambda step: step.pipeline_seconds,
-    "sending to other stages": lambda step: step.transfer_seconds,
-    "reducing gradients": lambda step: step.reduce_seconds,
-    "optimizer": lambda step: step.optimizer_seconds,
-}
+        A rank alone can't tell whether another one came late or the schedule has it so: all waits for other stages are
+        `bubble`, those for replicas `dp_comm`, for tensor-parallel ranks `tp_comm`, and `straggler` is 0. The run's
+        metrics, made from all ranks' events, do tell.
+        """
+        is_pipelined = any(each.action.kind in _RECEIVES for each in self.actions)
+        known = {
+            "compute": self.compute_seconds,
+            "tp_comm": self.tensor_seconds,
+            "pp_comm": self.transfer_seconds,
+            "dp_comm": self.reduce_seconds,
+            "bubble": self.pipeline_seconds + (self.meet_seconds if is_pipelined else 0.0),
+            "data": self.data_seconds,
+            "optimizer": self.optimizer_seconds + (0.0 if is_pipelined else self.meet_seconds),
+        }
+        return TimeParts.of({**known, "other": seconds - sum(known.values())})
+
+
+def core_wait(actions: Sequence[Timed]) -> float:
+    """How long computing waited for a core, where the processor computes."""
+    computed = [each for each in actions if each.action.is_compute]
+    return sum(max(0.0, each.end - each.start - each.waited - each.cpu) for each in computed)
 
 
 class _Times(NamedTuple):
@@ -90,7 +116,7 @@ class _Times(NamedTuple):
     """The wait for data included."""
     tokens: int
     bubble: float
-    parts: tuple[float, ...]
+    parts: TimeParts
 
 
 class Performance:
@@ -107,8 +133,8 @@ class Performance:
         if self.num_steps == WARM_UP:
             self._steps.clear()
         self.num_steps += 1
-        parts = tuple(part(step) for part in _PARTS.values())
-        self._steps.append(_Times(step.seconds + step.data_seconds, step.tokens, step.bubble, parts))
+        seconds = step.seconds + step.data_seconds
+        self._steps.append(_Times(seconds, step.tokens, step.bubble, step.parts(seconds)))
 
     @property
     def tokens_per_second(self) -> float:
@@ -126,12 +152,9 @@ class Performance:
         return fmean(step.bubble for step in self._steps) if self._steps else 0.0
 
     def parts(self) -> dict[str, float]:
-        """Where the seconds of an average step went; they add up to it."""
-        if not self._steps:
-            return {}
-        columns = zip(*(step.parts for step in self._steps), strict=True)
-        parts = {name: fmean(column) for name, column in zip(_PARTS, columns, strict=True)}
-        return {**parts, "other": fmean(step.seconds for step in self._steps) - sum(parts.values())}
+        """Where the seconds of an average step went, by the names that metrics have, as this rank sees it (see
+        `TrainStep.parts`); they add up to it."""
+        return (mean_of([step.parts for step in self._steps]) if self._steps else NO_TIME).to_json()
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -148,11 +171,14 @@ class Performance:
         """For people."""
         if not self._steps:
             return "no step was made yet"
-        parts = self.parts()
+        parts = {name: seconds for name, seconds in self.parts().items() if seconds}
         total = sum(parts.values())
         lines = [
             f"{self.num_steps} steps, {1e3 * self.step_seconds:.1f} ms each, "
             f"{self.tokens_per_second:,.0f} tokens/s, bubble {100 * self.bubble:.1f} %",
-            *(f"{name:<34}{1e3 * part:9.2f} ms {100 * part / total:6.1f} %" for name, part in parts.items()),
+            *(
+                f"{name:<10}{1e3 * part:9.2f} ms {100 * part / total:6.1f} %  {MEANINGS[name]}"
+                for name, part in parts.items()
+            ),
         ]
         return "\n".join(lines)

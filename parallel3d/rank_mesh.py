@@ -130,6 +130,7 @@ class Mesh:
         self._lag = LagMeter()
         self._control = rank_control() if place is None else None
         self._reporter: asyncio.TimerHandle | None = None
+        self._num_computing = 0
 
     def __repr__(self) -> str:
         if self._formation is None:
@@ -193,7 +194,16 @@ class Mesh:
         if inspect.iscoroutinefunction(function):
             raise InvalidCall(f"compute: {function.__name__} is async; await it on the event loop instead.")
         context = contextvars.copy_context()
-        return await asyncio.wrap_future(self._engine.submit(lambda: context.run(function, *args, **kwargs)))
+        self._num_computing += 1
+        try:
+            return await asyncio.wrap_future(self._engine.submit(lambda: context.run(function, *args, **kwargs)))
+        finally:
+            self._num_computing -= 1
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether somebody waits for the engine thread."""
+        return self._num_computing > 0
 
     def abort(self, error: CommunicationError) -> None:
         """Close all groups on every rank: what is under way ends soon, with an error."""
@@ -223,8 +233,16 @@ class Mesh:
 
     def _send_report(self) -> None:
         assert self._control is not None
-        self._control.send("loop_lag", **self._lag.histogram.to_wire())
-        self._control.send("collectives", mesh=self._number, **self.collectives.to_wire())
+        for kind, fields in self.reports():
+            self._control.send(kind, **fields)
+
+    def reports(self) -> list[tuple[str, dict[str, object]]]:
+        """What a launcher is told each second: the kinds and fields of control messages."""
+        number = 0 if self._place is not None else self._number
+        return [
+            ("loop_lag", self._lag.histogram.to_wire()),
+            ("collectives", {"mesh": number, **self.collectives.to_wire()}),
+        ]
 
 
 async def _noting_the_rank(main: Callable[[], Coroutine[Any, Any, T]], rank: int) -> T:

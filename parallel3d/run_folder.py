@@ -105,6 +105,15 @@ class RunFolder:
         line = json.dumps({"time": round(time.time(), 6), "kind": kind, **fields}, default=repr) + "\n"
         self._thread.submit(self._append, line.encode())
 
+    def note(self, kind: str, payload: Any) -> None:
+        """What an observer has found, from any thread: `parts` of a step, bottlenecks that came and went, log lines."""
+        match kind:
+            case "parts" | "log":
+                self.event(kind, **payload)
+            case "bottlenecks":
+                for each in payload:
+                    self.event("bottleneck", bottleneck=each["kind"], **{k: v for k, v in each.items() if k != "kind"})
+
     def _append(self, line: bytes) -> None:
         try:
             if self._events is not None:

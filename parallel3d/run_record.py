@@ -133,6 +133,8 @@ class RunRecord:
     """Of the gradients' all-reduce, in 10^9 bytes a second, one for each step that had one."""
     ranks: dict[int, RankTotals] = field(default_factory=dict)
     malformed: int = 0
+    observed: dict[str, Any] = field(default_factory=dict)
+    """What its observer has found, once all ranks have ended; empty where nobody looked."""
 
     def take(self, rank: int, message: Mapping[str, Any]) -> RunStep | None:
         """One message; a step once rank 0 has told of it."""

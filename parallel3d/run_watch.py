@@ -1,22 +1,21 @@
-"""How a run is watched, as its configuration says: its endpoint, and what is known before the first rank starts."""
+"""A run's station as its owner has it: fed with what ranks tell, asked once they have ended, then closed."""
 
 from __future__ import annotations
 
-import errno
-import os
-import ssl
-import sys
+import asyncio
 import time
-from dataclasses import replace
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from monitoring.endpoint import Endpoint, UnusableToken, read_token, tls_context
+from monitoring.endpoint import Endpoint
 from monitoring.facts import RunFacts
+from monitoring.watch import open_station
 from parallel3d import __version__
-from parallel3d.before_start import Locate, nowhere
 from parallel3d.config import RunConfig
-from parallel3d.config.errors import ConfigProblems, problem_of_key
-from parallel3d.run_record import ModelFacts
+from parallel3d.run_endpoint import endpoints
+from parallel3d.run_folder import RunFolder
+from parallel3d.run_record import ModelFacts, RunRecord
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -24,84 +23,43 @@ if TYPE_CHECKING:
     from monitoring.observer import Observer
     from monitoring.station import Station
 
-
-def open_endpoint(config: RunConfig, locate: Locate = nowhere) -> Endpoint | None:
-    """The endpoint, which listens already; None where the run is not watched, or no port is free for it.
-
-    Raises ConfigError, which names the key at fault.
-    """
-    if not config.monitoring.enabled:
-        return None
-    try:
-        return _open(config)
-    except ConfigProblems as error:
-        raise ConfigProblems([replace(each, place=locate(each.path)) for each in error.problems]) from error
+SETTLE_SECONDS = 10.0
+"""For what ranks have told last; what a busy host has not got through by then is left out of the folder."""
 
 
-def _open(config: RunConfig) -> Endpoint | None:
-    watched = config.monitoring
-    token, tls = _token(watched.token_file), _tls(watched.tls_certificate, watched.tls_key)
-    try:
-        return Endpoint.open(watched.host, watched.port, token, tls)
-    except OSError as error:
-        said = error.strerror or str(error)
-        if error.errno == errno.EADDRNOTAVAIL:
-            remedy = "Give one of this host's, or 127.0.0.1."
-            raise problem_of_key("monitoring.host", watched.host, "this host has no such address.", remedy) from error
-        if watched.port is not None:
-            message = f"{watched.host} can't be listened on at this port: {said}."
-            raise problem_of_key(
-                "monitoring.port", watched.port, message, "Give another, or null for a free one."
-            ) from error
-        print(f"parallel3d: the run has no /metrics and no page: {said}", file=sys.stderr)
-        return None
+class RunWatch:
+    """Made once the folder is there; the endpoint is closed with it."""
+
+    def __init__(self, record: RunRecord, folder: RunFolder, endpoint: Endpoint | None) -> None:
+        facts = run_facts(record.config, record.facts, folder.run_id)
+        self._station, self._observer = open_station(facts, endpoint, routes=_page)
+        self._observer.on_change.append(folder.note)
+        self._record, self._folder = record, folder
+
+    def take(self, rank: int, message: Mapping[str, Any]) -> None:
+        """A rank's message; never waits."""
+        self._station.take(rank, message)
+
+    async def settle(self) -> None:
+        """The record then has all that was observed, and the page how the run ended."""
+        record = self._record
+        self._station.set_status(record.status, record.error.message if record.error is not None else "")
+        with suppress(TimeoutError):
+            record.observed = await asyncio.wait_for(self._station.settle(self._conclude), SETTLE_SECONDS)
+
+    def _conclude(self) -> dict[str, Any]:
+        self._observer.finish()
+        return self._observer.summary()
+
+    async def close(self) -> None:
+        """Once the folder is complete."""
+        await self._station.close()
+        # Its port may soon be somebody else's, who shall not be sent the token.
+        await asyncio.to_thread(self._folder.write_endpoints, endpoints(self._folder.run_id, None))
 
 
-def _token(path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return read_token(path)
-    except UnusableToken as error:
-        message, remedy = str(error), "Write a new one: openssl rand -hex 24"
-    except OSError as error:
-        message, remedy = f"it can't be read: {error.strerror}.", "Give a file with the token in it."
-    raise problem_of_key("monitoring.token_file", path, message, remedy)
-
-
-def _tls(certificate: str | None, key: str | None) -> ssl.SSLContext | None:
-    if certificate is None or key is None:
-        return None
-    for name, path in (("tls_certificate", certificate), ("tls_key", key)):
-        try:
-            with open(path, "rb"):
-                pass
-        except OSError as error:
-            message = f"it can't be read: {error.strerror}."
-            raise problem_of_key(f"monitoring.{name}", path, message, "Give a file in PEM.") from error
-    try:
-        return tls_context(certificate, key)
-    except (OSError, ValueError) as error:
-        message = f"with tls_key {key} it is no pair that TLS can use: {error}."
-        remedy = "Give a certificate and its own key, in PEM and without a passphrase."
-        raise problem_of_key("monitoring.tls_certificate", certificate, message, remedy) from error
-
-
-def endpoints(run_id: str, endpoint: Endpoint | None, per_rank: bool = False) -> dict[str, Any]:
-    """The content of `endpoints.json`."""
-    known: dict[str, Any] = {"run_id": run_id, "pid": os.getpid()}
-    if endpoint is not None:
-        known |= {
-            "metrics": endpoint.url("/metrics"),
-            "page": endpoint.url("/", with_token=True),
-            **({"sd": endpoint.url("/sd")} if per_rank else {}),
-            "token": endpoint.token,
-        }
-    return known
-
-
-def page(station: Station, observer: Observer) -> list[web.RouteDef]:
-    """The routes of the run's page. Called in the station's thread, which then imports what it takes."""
+def _page(station: Station, observer: Observer) -> list[web.RouteDef]:
+    """Called in the station's thread, which imports what a page takes."""
     from parallel3d.run_view import page_of
 
     return page_of(station, observer)

@@ -7,21 +7,21 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from monitoring.time_parts import TimeParts
 from parallel3d.config import RunConfig, load_config
+from parallel3d.event_sender import EventSender
 from parallel3d.last_steps import LastSteps
 from parallel3d.rank_mesh import Mesh
 from parallel3d.run_folder import write_span_file
 from parallel3d.wishes import Wish, Wishes
 from runtime.control import RankControl, rank_control
-from runtime.errors import InvalidCall
+from runtime.errors import InvalidCall, NonFiniteGradient
 from runtime.loop import run
 
 if TYPE_CHECKING:
@@ -40,6 +40,10 @@ class Owner(Protocol):
     @property
     def wish(self) -> Wish:
         """What is wished now; only rank 0's counts."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether what it was told before still waits to be sent."""
 
     def send(self, kind: str, **fields: object) -> None:
         """Tell it something; never waits."""
@@ -63,6 +67,11 @@ class SupervisorOwner:
         if not self._control.is_open:
             self._loop.remove_reader(self._control.fd)
 
+    @property
+    def is_behind(self) -> bool:
+        self._push()
+        return bool(self._unsent)
+
     def send(self, kind: str, **fields: object) -> None:
         """What finds no room, because the supervisor is busy, is sent with the next."""
         self._unsent.append((kind, fields))
@@ -85,19 +94,47 @@ async def train(coordinator: Coordinator, owner: Owner, last: LastSteps) -> None
     """All steps, or as many as the owner wishes."""
     mesh, steps = coordinator.mesh, _Steps(coordinator, owner, last)
     wishes = Wishes(mesh)
-    owner.send("ready", device=_device_name(mesh), parameters=coordinator.performance().parameters, pid=os.getpid())
+    owner.send("ready", **_facts(coordinator))
     # Left early, it shall stop loading now and not when the garbage collector comes by.
-    async with aclosing(coordinator.batches()) as batches:
-        async for batch in batches:
-            wishes.tell(owner.wish)
-            step = await coordinator.train_step(batch)
-            wish = await wishes.agreed()
-            steps.made(step)
-            if wish.number != steps.wish.number:
-                steps.follow(wish, step.step + 1)
-            if wish.stops:
-                break
+    with _sending_events(coordinator, owner):
+        async with aclosing(coordinator.batches()) as batches:
+            async for batch in batches:
+                wishes.tell(owner.wish)
+                step = await steps.make(batch)
+                wish = await wishes.agreed()
+                steps.made(step)
+                if wish.number != steps.wish.number:
+                    steps.follow(wish, step.step + 1)
+                if wish.stops:
+                    break
     await steps.finish()
+
+
+@contextmanager
+def _sending_events(coordinator: Coordinator, owner: Owner) -> Iterator[None]:
+    """Also the last ones, however it ends."""
+    mesh, recorder = coordinator.mesh, coordinator.recorder
+    if recorder is None:
+        yield
+        return
+    sender = EventSender(recorder, owner, lambda: mesh.is_computing, coordinator.queue)
+    sender.start()
+    try:
+        yield
+    finally:
+        sender.stop()
+
+
+def _facts(coordinator: Coordinator) -> dict[str, object]:
+    mesh = coordinator.mesh
+    return {
+        "device": _device_name(mesh),
+        "parameters": coordinator.performance().parameters,
+        "pid": os.getpid(),
+        "host": mesh.hosts[mesh.rank],
+        "num_cores": len(os.sched_getaffinity(0)),
+        "num_buckets": coordinator.num_buckets,
+    }
 
 
 class _Steps:
@@ -105,18 +142,26 @@ class _Steps:
 
     def __init__(self, coordinator: Coordinator, owner: Owner, last: LastSteps) -> None:
         self._coordinator, self._mesh, self._owner, self._last = coordinator, coordinator.mesh, owner, last
-        self._ended = time.perf_counter()
+        self._num_made = 0
         self._looked = float("-inf")
         self._looking: asyncio.Task[None] | None = None
         self.wish = Wish()
 
+    async def make(self, batch: Any) -> TrainStep:
+        """The next step."""
+        try:
+            return await self._coordinator.train_step(batch)
+        except NonFiniteGradient:
+            if self._mesh.rank == 0:  # all ranks know
+                self._owner.send("nonfinite", step=self._num_made)
+            raise
+
     def made(self, step: TrainStep) -> None:
         """A step has ended just now."""
-        began, self._ended = self._ended, time.perf_counter()
-        seconds = self._ended - began
-        self._last.add(step, began, self._ended)
-        known = _known_parts(step)
-        parts = TimeParts.of({**known, "other": seconds - sum(known.values())})
+        self._num_made += 1
+        self._last.add(step)
+        seconds = step.ended - step.began
+        parts = step.parts(seconds)
         fields: dict[str, object] = {"step": step.step, "bubble": step.bubble, "parts": list(parts.seconds)}
         if self._mesh.rank == 0:
             fields |= {
@@ -128,8 +173,8 @@ class _Steps:
                 "bandwidth": step.all_reduce_bandwidth,
             }
         self._owner.send("step", **fields)
-        if self._ended - self._looked > _MEMORY_SECONDS:
-            self._looked = self._ended
+        if step.ended - self._looked > _MEMORY_SECONDS:
+            self._looked = step.ended
             self._looking = asyncio.create_task(self._note_memory())
 
     def follow(self, wish: Wish, first: int) -> None:
@@ -144,24 +189,13 @@ class _Steps:
         """In a thread, while the next step is under way: it takes some milliseconds."""
         found = await asyncio.to_thread(used_memory, self._mesh.world.device)
         if found is not None:
-            self._owner.send("memory", bytes=found)
+            self._owner.send("memory", bytes=found, kinds=self._coordinator.memory())
 
     async def finish(self) -> None:
         """After the last step."""
         if self._looking is not None:
             await self._looking
         await self._note_memory()
-
-
-def _known_parts(step: TrainStep) -> dict[str, float]:
-    return {
-        "compute": step.compute_seconds,
-        "tp_comm": step.tensor_seconds,
-        "pp_comm": step.pipeline_seconds + step.transfer_seconds,
-        "dp_comm": step.reduce_seconds,
-        "optimizer": step.optimizer_seconds,
-        "data": step.data_seconds,
-    }
 
 
 def used_memory(device: torch.device) -> int | None:
@@ -189,7 +223,7 @@ async def train_for_supervisor(folder: Path, make: MakeCoordinator) -> None:
     owner = SupervisorOwner(control)
     try:
         async with make(config) as coordinator:
-            last = LastSteps(coordinator.mesh)
+            last = LastSteps(coordinator.mesh, coordinator.recorder)
             try:
                 await train(coordinator, owner, last)
             finally:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,13 +13,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from monitoring.endpoint import Endpoint
-from monitoring.station import Station
-from monitoring.watch import open_station
-from parallel3d import run_watch
+from parallel3d import run_endpoint
 from parallel3d.before_start import Locate, check_before_start, nowhere
 from parallel3d.config import RunConfig, load_config, locate
 from parallel3d.run_folder import RunFolder, check_run_dir, new_run_id
 from parallel3d.run_record import ModelFacts, RunError, RunRecord, RunStep, Status, step_event
+from parallel3d.run_watch import RunWatch
 from runtime.control import Message
 from runtime.errors import InvalidCall, LaunchError, RunFailed
 from runtime.launch import Launch
@@ -44,7 +42,6 @@ _SHADOW_CHECK = "parallel3d.shadows:refuse_shadows"
 _STOP_SECONDS = 3.0
 """For the step that is under way; then ranks are interrupted in it."""
 _INTERRUPT_GRACE = 5.0
-_SETTLE_SECONDS = 10.0
 
 
 def start(config: str | Path | RunConfig, *, overrides: Mapping[str, Any] | None = None) -> Run:
@@ -112,9 +109,9 @@ class Run:
         self.config, self.run_id = config, new_run_id()
         self._locate, self._place, self._facts = locate, place, facts
         self._warm, self._target, self._on_step = warm, target or _RANK, on_step
-        self._open_endpoint = open_endpoint or partial(run_watch.open_endpoint, config, locate)
+        self._open_endpoint = open_endpoint or partial(run_endpoint.open_endpoint, config, locate)
         self._endpoint: Endpoint | None = None
-        self._station: Station | None = None
+        self._watch: RunWatch | None = None
         self._wish: dict[str, Any] = {"number": 0, "stops": False, "learning_rate": None}
         self._waiting: dict[int, asyncio.Future[int | None]] = {}
         """For all ranks to agree to a wish, by its number."""
@@ -150,19 +147,18 @@ class Run:
         # The folder's real place: the program may go to another one, and ranks don't.
         folder = str(self._folder.path.resolve())
         spec = replace(spec, target=replace(spec.target, args=(*spec.target.args, folder)))
-        self._launch = Launch(start_launch(spec, logs, warm), self._on_message)
-        self._launch.begin()
-        self._watch(self._facts)
+        try:
+            self._launch = Launch(start_launch(spec, logs, warm), self._on_message)
+            self._launch.begin()
+        except BaseException:
+            self._close_endpoint()
+            raise
+        if self.config.monitoring.enabled:
+            self._watch = RunWatch(self.record, self._folder, self._endpoint)
         self._folder.event("started", run_id=self.run_id, world_size=self.config.world_size, pid=os.getpid())
         self._task = asyncio.create_task(self._supervise(), name=f"run {self.run_id}")
         self._task.add_done_callback(lambda _: self._news.set())
         return self
-
-    def _watch(self, model: ModelFacts) -> None:
-        """From now on; ranks' messages come later, on this loop."""
-        if self.config.monitoring.enabled:
-            facts = run_watch.run_facts(self.config, model, self.run_id)
-            self._station, self._observer = open_station(facts, self._endpoint, routes=run_watch.page)
 
     def _close_endpoint(self) -> None:
         if self._endpoint is not None:
@@ -211,8 +207,8 @@ class Run:
 
     @property
     def endpoints(self) -> Mapping[str, Any]:
-        """Where the run can be watched while it goes on, as in `endpoints.json`: `metrics`, `page`, `sd`, `token`."""
-        return run_watch.endpoints(self.run_id, self._endpoint, self.config.monitoring.per_rank)
+        """As in `endpoints.json`: `metrics`, `page`, `sd` and `token` say where it is watched, while it goes on."""
+        return run_endpoint.endpoints(self.run_id, self._endpoint, self.config.monitoring.per_rank)
 
     # Steps.
 
@@ -297,8 +293,8 @@ class Run:
     # Ranks.
 
     def _on_message(self, rank: int, message: Message) -> None:
-        if self._station is not None:
-            self._station.take(rank, message)
+        if self._watch is not None:
+            self._watch.take(rank, message)
         step = self.record.take(rank, message)
         if step is not None:
             self._folder.event("step", **step_event(step))
@@ -340,20 +336,13 @@ class Run:
     async def _complete(self) -> None:
         """The folder, and then nobody is answered any more."""
         try:
-            await self._settle()
+            if self._watch is not None:
+                await self._watch.settle()
             await self._folder.complete(self.record)
         finally:
-            if self._station is not None:
-                await self._station.close()
-
-    async def _settle(self) -> None:
-        """Until all that ranks have told is known; what a busy host has not got through by then is left out."""
-        if self._station is None:
-            return
-        error = self.record.error
-        self._station.set_status(self.record.status, error.message if error is not None else "")
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._station.settle(self._observer.finish), _SETTLE_SECONDS)
+            self._endpoint = None
+            if self._watch is not None:
+                await self._watch.close()
 
     def _conclude(self, result: LaunchResult) -> None:
         self._result = result

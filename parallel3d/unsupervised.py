@@ -38,6 +38,8 @@ class RankOwner:
         self.spans: dict[int, list[Span]] = {}
         self._rank, self._folder, self._on_step = rank, folder, on_step
 
+    is_behind = False
+
     def send(self, kind: str, **fields: object) -> None:
         step = self.record.take(self._rank, {"kind": kind, **fields})
         if step is not None and self._folder is not None:
@@ -63,7 +65,7 @@ class RankOwner:
 
     async def _train(self, make: MakeCoordinator) -> None:
         async with make(self.record.config) as coordinator:
-            mesh, last = coordinator.mesh, LastSteps(coordinator.mesh)
+            mesh, last = coordinator.mesh, LastSteps(coordinator.mesh, coordinator.recorder)
             self.send("mesh", coords=list(mesh.coords))
             try:
                 await train(coordinator, self, last)

@@ -53,16 +53,23 @@ class Outcome(StrEnum):
 
 
 @dataclass(slots=True)
-class Summed:
-    """All sums of an exchange together: all-reduces, as others call them."""
+class Moved:
+    """All exchanges with one outcome together."""
 
+    calls: int = 0
     num_bytes: int = 0
+    """As collective benchmarks count: of the whole tensor, also where a rank gets a slice of it."""
     seconds: float = 0.0
-    """From each part's `post` to its sum."""
+    """From each part's `post` to its result."""
 
-    def add(self, total: torch.Tensor, since: float) -> None:
-        self.num_bytes += total.nbytes
+    def add(self, num_bytes: int, since: float) -> None:
+        self.calls += 1
+        self.num_bytes += num_bytes
         self.seconds += time.monotonic() - since
+
+
+def nothing_moved() -> dict[Outcome, Moved]:
+    return {outcome: Moved() for outcome in Outcome}
 
 
 class TensorExchange(Protocol):
@@ -72,8 +79,10 @@ class TensorExchange(Protocol):
     size: int
     waited: float
     """Seconds that this rank has waited for others."""
-    summed: Summed
-    """What sums have moved so far."""
+    moved: dict[Outcome, Moved]
+    """So far."""
+    is_told_by_group: bool
+    """Whether its exchanges are calls of its group, which notes them itself."""
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory to write this rank's part into; its own until `post`."""
@@ -142,6 +151,8 @@ class SharedTensorExchange:
     peer post the one before, and so done with the one before that, which lay in the same room.
     """
 
+    is_told_by_group = False
+
     def __init__(
         self,
         exchange: Exchange,
@@ -153,7 +164,7 @@ class SharedTensorExchange:
         give_up: Callable[[CommunicationError], object],
     ) -> None:
         """trouble: why nothing will come any more. give_up: closes the group on all ranks; from any thread."""
-        self.rank, self.size, self.waited, self.summed = exchange.me, exchange.size, 0.0, Summed()
+        self.rank, self.size, self.waited, self.moved = exchange.me, exchange.size, 0.0, nothing_moved()
         self._posted_at = 0.0
         self._exchange, self._group_name, self._places = exchange, group_name, places
         self._patience, self._timeout, self._trouble, self._give_up = patience, timeout, trouble, give_up
@@ -246,8 +257,8 @@ class SharedTensorExchange:
                 self._find(plan, peer, line[where])
         outcome, dim = self._asked
         made = torch.cat(plan.parts, dim) if outcome is Outcome.JOINED else _sum(plan.parts)
-        if outcome is Outcome.TOTAL:
-            self.summed.add(made, self._posted_at)
+        whole = made.nbytes * self.size if outcome is Outcome.SLICE else made.nbytes
+        self.moved[outcome].add(whole, self._posted_at)
         self._line[1 + NUM_ROOMS] = number
         self._plan = self._room = None
         if self._exchange.is_abandoned():  # what a rank that gave up has in its memory may be anything
@@ -322,8 +333,10 @@ class SharedTensorExchange:
 class CallTensorExchange:
     """Through a group's collectives, which its event loop makes; where no memory is shared."""
 
+    is_told_by_group = True
+
     def __init__(self, group: Group, loop: asyncio.AbstractEventLoop) -> None:
-        self.rank, self.size, self.waited, self.summed = group.rank, group.size, 0.0, Summed()
+        self.rank, self.size, self.waited, self.moved = group.rank, group.size, 0.0, nothing_moved()
         self._group, self._loop = group, loop
         self._room: torch.Tensor | None = None
         self._under_way: concurrent.futures.Future[torch.Tensor] | None = None
@@ -341,12 +354,15 @@ class CallTensorExchange:
         self._under_way = asyncio.run_coroutine_threadsafe(self._carry_out(part, outcome, dim), self._loop)
 
     async def _carry_out(self, part: torch.Tensor, outcome: Outcome, dim: int) -> torch.Tensor:
+        start = time.monotonic()
+        found = await self._call(part, outcome, dim)
+        self.moved[outcome].add(max(part.nbytes, found.nbytes), start)
+        return found
+
+    async def _call(self, part: torch.Tensor, outcome: Outcome, dim: int) -> torch.Tensor:
         group = self._group
         if outcome is Outcome.TOTAL:
-            start = time.monotonic()
-            total = await group.all_reduce(part)
-            self.summed.add(total, start)
-            return total
+            return await group.all_reduce(part)
         ahead = part.movedim(dim, 0).contiguous()  # collectives cut and join along the first dimension
         found = await (group.reduce_scatter(ahead) if outcome is Outcome.SLICE else group.all_gather(ahead))
         return found.movedim(0, dim).contiguous()

@@ -17,10 +17,14 @@ from typing import Any, Self
 import torch
 
 import parallel3d
+from monitoring.events import What
+from monitoring.recorder import Recorder
 from parallel3d.config import RunConfig
+from parallel3d.data.queue_depths import QueueDepths
 from parallel3d.executor import Timed
 from parallel3d.performance import Performance, TrainStep
 from parallel3d.schedules.actions import Action, Kind
+from parallel3d.step_events import Span, StepEvents, StepMoments
 from parallel3d.training_run import Run
 from runtime.script import Target
 
@@ -38,16 +42,20 @@ def stand_in_run(config: RunConfig, **options: Any) -> Run:
 class StandIn:
     """Step k has the loss 10 - k."""
 
+    num_buckets = 1
+
     def __init__(self, config: RunConfig) -> None:
         self.config, self.mesh = config, parallel3d.mesh(config)
         self.learning_rate: float | None = None
         what, rank, step = (os.environ.get(STAND_IN) or "nothing 0 0").split()
         self._trouble: Callable[[], Any] = getattr(self, f"_{what}")
         self._place = int(rank), int(step)
-        self._step = 0
+        self.recorder, self.queue = Recorder(), QueueDepths(2)
 
     async def __aenter__(self) -> Self:
         await self.mesh.__aenter__()
+        self.mesh.collectives.events_into = self.recorder
+        self._events = StepEvents(self.recorder)
         return self
 
     async def __aexit__(
@@ -60,19 +68,26 @@ class StandIn:
 
     async def batches(self) -> AsyncIterator[int]:
         for step in range(self.config.train.steps):
+            self.queue.note(1)
             yield step
 
+    def memory(self) -> dict[str, int]:
+        return {"weights": 24, "gradients": 24, "optimizer": 48}
+
     async def train_step(self, batch: int) -> TrainStep:
-        start = time.perf_counter()
+        start = time.monotonic()
         if (self.mesh.rank, batch) == self._place:
             await self._trouble()
         gradients = torch.ones(1024)
         await self.mesh.dp.all_reduce(gradients)
         loss = torch.full((1,), (10.0 - batch) / self.mesh.world_size, dtype=torch.float64)
         await self.mesh.world.all_reduce(loss)
-        end = time.perf_counter()
+        end = time.monotonic()
         rate = self.config.optimizer.lr if self.learning_rate is None else self.learning_rate
         middle = (start + end) / 2
+        self.recorder.record(What.F, batch, start, middle, 0, 0)
+        self.recorder.record(What.B, batch, middle, end, 0, 0)
+        whole = self._events.end(batch, StepMoments(None, None, end, end, Span(end, end), end))
         return TrainStep(
             step=batch,
             loss=float(loss),
@@ -84,6 +99,8 @@ class StandIn:
             reduce_seconds=0.0,
             optimizer_seconds=0.0,
             tensor_seconds=0.0,
+            began=whole.start,
+            ended=whole.end,
             all_reduce_bandwidth=1.5,
             actions=(Timed(Action(0, Kind.F, 0), start, middle), Timed(Action(0, Kind.B, 0), middle, end)),
         )

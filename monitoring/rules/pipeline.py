@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from statistics import fmean
 
 from monitoring.observations import Bottleneck
-from monitoring.rules.levels import severity_of
+from monitoring.rules.levels import LEVELS, severity_of
 from monitoring.rules.view import View, duration, percent, smaller
 
 _WORTH_IT = 0.05  # of a step: predictions are not better than this
@@ -104,14 +104,16 @@ def too_few_microbatches(view: View) -> Iterator[Bottleneck]:
 def _more_microbatches(view: View) -> tuple[int, float | None, bool] | None:
     """How many, what they gain, and whether the batch can be cut into them; None where more would not help."""
     now, wanted = view.facts.microbatches, _ENOUGH * view.facts.pp
+    if now >= wanted:
+        return None
     samples = view.facts.batch_size // view.facts.dp
     possible = [n for n in range(now + 1, samples + 1) if samples % n == 0][:64]
     enough = [n for n in possible if n >= wanted][:1] + [n for n in reversed(possible) if n < wanted]
     if view.plan is None:
         bubble = (view.facts.pp - 1) / (now * view.facts.virtual_stages + view.facts.pp - 1)
-        number = enough[0] if enough else wanted
-        return (number, None, bool(enough)) if bubble > 0.3 and number > now else None
-    for number in enough or [now * factor for factor in (-(-wanted // now), 2) if factor > 1]:
+        number = enough[0] if enough else now * -(-wanted // now)
+        return (number, None, bool(enough)) if bubble > LEVELS["too_few_microbatches"].low else None
+    for number in enough or [now * factor for factor in (-(-wanted // now), 2)]:
         gain = view.gain(view.plan.step_seconds(microbatches=number))
         if gain is not None:  # the schedule can have so many
             return (number, gain, bool(enough)) if gain > _WORTH_IT else None

@@ -74,8 +74,8 @@ def _run(file: Path, overrides: Mapping[str, str], place: str, as_json: bool) ->
 
 def _supervise(config: RunConfig, locate: Locate, place: str, as_json: bool) -> int:
     from parallel3d.before_start import check_before_start
+    from parallel3d.run_endpoint import open_endpoint
     from parallel3d.run_folder import check_run_dir
-    from parallel3d.run_watch import open_endpoint
     from parallel3d.training_run import warm_up_for
     from runtime import processes
 

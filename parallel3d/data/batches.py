@@ -56,6 +56,11 @@ class Batches:
         """Seconds, for the batch that came last."""
 
     @property
+    def num_ready(self) -> int:
+        """Batches that are loaded, and wait to be asked for."""
+        return sum(loading.done() for loading in self._loading)
+
+    @property
     def step(self) -> int:
         """The step of the batch that came last."""
         return self._next - 1

@@ -405,12 +405,15 @@ def test_the_ranks_calls_are_in_the_metrics_and_stay_there(tmp_path):
     )
     for name in ("inside0", "inside1", "after"):
         os.mkfifo(tmp_path / name)
-    ring = [f'{{group="dp",kind="all_reduce",rank="{rank}",strategy="ring"}}' for rank in range(2)]
-    default = [each.replace("ring", "default") for each in ring]
-    barrier = [f'{{group="world",kind="barrier",rank="{rank}",strategy="default"}}' for rank in range(2)]
+    all_reduce, barrier = '{axis="dp",op="all_reduce"}', '{axis="world",op="barrier"}'
     first = [
-        *(f"parallel3d_collective_calls_total{each} 1.0" for each in (*default, *barrier)),
-        *(f"parallel3d_collective_bytes_total{each} 4000.0" for each in default),
+        f"parallel3d_collective_duration_seconds_count{all_reduce} 2.0",
+        f"parallel3d_collective_duration_seconds_count{barrier} 2.0",
+        f"parallel3d_collective_bytes_total{all_reduce} 8000.0",
+        *(
+            f'parallel3d_rank_info{{device="cpu",dp="{rank}",host="",pp="0",rank="{rank}",tp="0"}} 1.0'
+            for rank in (0, 1)
+        ),
     ]
     with Launched("-n", "2", "--metrics-port", "0", script, preload=None) as launched:
         url = launched.stderr.wait_for(r"^metrics: (\S+)$")[1]
@@ -419,17 +422,17 @@ def test_the_ranks_calls_are_in_the_metrics_and_stay_there(tmp_path):
         for rank in range(2):
             (tmp_path / f"inside{rank}").write_text("go")
         last = [
-            *first,
-            *(f"parallel3d_collective_calls_total{each} 3.0" for each in ring),
-            *(f"parallel3d_collective_bytes_total{each} 12000.0" for each in ring),
+            f"parallel3d_collective_duration_seconds_count{all_reduce} 8.0",
+            f"parallel3d_collective_bytes_total{all_reduce} 32000.0",
         ]
         rank_0 = int(launched.stdout.wait_for(r"^\[0\] (\d+)$")[1])
         wait_for_end(rank_0, time.monotonic() + SECONDS)
         text = scrape_until(url, last)  # of three meshes, which have ended
         values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-        for each in (*default, *ring):
-            assert 0.0 < float(values[f"parallel3d_collective_seconds_total{each}"]) < SECONDS
-            assert 0.0 < float(values[f"parallel3d_collective_bus_bandwidth_bytes_per_second{each}"]) < 1e12
+        assert 0.0 < float(values[f"parallel3d_collective_duration_seconds_sum{all_reduce}"]) < SECONDS
+        for strategy in ("default", "ring"):
+            where = f'{{axis="dp",op="all_reduce",strategy="{strategy}"}}'
+            assert 0.0 < float(values[f"parallel3d_collective_bus_bandwidth_bytes_per_second{where}"]) < 1e12
         (tmp_path / "after").write_text("go")
         assert launched.finish() == 0
 

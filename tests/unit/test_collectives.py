@@ -1,18 +1,15 @@
-"""Calls on groups: recorded, added up, sent to the launcher, and served to Prometheus."""
+"""Calls on groups: recorded, added up, and sent to the launcher."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import urllib.request
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry, generate_latest
 
 import parallel3d
 from monitoring.collectives import KINDS, CollectiveEvent, CollectiveRecorder, CollectiveTotal
-from monitoring.metrics import CollectivesCollector, MetricsServer
 from parallel3d import GroupClosed
 from process_groups.group import Group
 from runtime.errors import Coords
@@ -112,66 +109,6 @@ ROW = ["dp", "all_reduce", "ring", 2, 4000, 0.75, 6000.0]
 def test_what_no_rank_can_have_sent_is_refused(totals, message):
     with pytest.raises(ValueError, match=rf"^collectives: {message}$"):
         CollectiveRecorder.from_wire({"totals": totals})
-
-
-EXPOSITION = """\
-# HELP parallel3d_collective_calls_total Collectives, sends, receives and barriers of a rank that ended well.
-# TYPE parallel3d_collective_calls_total counter
-parallel3d_collective_calls_total{group="dp",kind="all_reduce",rank="2",strategy="ring"} 6.0
-parallel3d_collective_calls_total{group="dp",kind="all_reduce",rank="2",strategy="tree"} 2.0
-parallel3d_collective_calls_total{group="world",kind="barrier",rank="2",strategy="default"} 2.0
-parallel3d_collective_calls_total{group="pp",kind="send",rank="10",strategy="default"} 1.0
-# HELP parallel3d_collective_bytes_total Their sizes as nccl-tests counts them: the whole input of reduce_scatter, \
-the whole result of all_gather.
-# TYPE parallel3d_collective_bytes_total counter
-parallel3d_collective_bytes_total{group="dp",kind="all_reduce",rank="2",strategy="ring"} 12000.0
-parallel3d_collective_bytes_total{group="dp",kind="all_reduce",rank="2",strategy="tree"} 16.0
-parallel3d_collective_bytes_total{group="world",kind="barrier",rank="2",strategy="default"} 0.0
-parallel3d_collective_bytes_total{group="pp",kind="send",rank="10",strategy="default"} 64.0
-# HELP parallel3d_collective_seconds_total The time from call to end, added up; calls may overlap.
-# TYPE parallel3d_collective_seconds_total counter
-parallel3d_collective_seconds_total{group="dp",kind="all_reduce",rank="2",strategy="ring"} 3.5
-parallel3d_collective_seconds_total{group="dp",kind="all_reduce",rank="2",strategy="tree"} 0.25
-parallel3d_collective_seconds_total{group="world",kind="barrier",rank="2",strategy="default"} 4.0
-parallel3d_collective_seconds_total{group="pp",kind="send",rank="10",strategy="default"} 0.25
-# HELP parallel3d_collective_bus_bandwidth_bytes_per_second Bus bandwidth as nccl-tests defines it, over the rank's \
-last report that had such calls.
-# TYPE parallel3d_collective_bus_bandwidth_bytes_per_second gauge
-parallel3d_collective_bus_bandwidth_bytes_per_second{group="dp",kind="all_reduce",rank="2",strategy="ring"} 3000.0
-parallel3d_collective_bus_bandwidth_bytes_per_second{group="dp",kind="all_reduce",rank="2",strategy="tree"} 96.0
-parallel3d_collective_bus_bandwidth_bytes_per_second{group="pp",kind="send",rank="10",strategy="default"} 256.0
-"""
-
-
-def reports() -> list[tuple[int, int, CollectiveRecorder]]:
-    """Rank, number of its mesh, and what it reports of that: rank 2 has two meshes in turn, the second for longer."""
-    later = recorder_of_some_calls()
-    later.record("dp", "all_reduce", "ring", "ring", 2000, 4, 1.0, 5.0)
-    later.record("dp", "all_reduce", "ring", "ring", 2000, 4, 1.0, 6.0)
-    stage = CollectiveRecorder()
-    stage.record("pp", "send", "default", "default", 64, 2, 0.25, 1.0)
-    mesh = recorder_of_some_calls()
-    return [(10, 1, CollectiveRecorder()), (10, 1, stage), (2, 1, mesh), (2, 2, mesh), (2, 2, later), (2, 2, later)]
-
-
-def test_the_exposition_adds_up_a_ranks_meshes_and_shows_the_latest_bandwidth():
-    collector, registry = CollectivesCollector(), CollectorRegistry()
-    registry.register(collector)
-    for rank, mesh, recorder in reports():
-        collector.update(rank, mesh, recorder.totals())
-    assert generate_latest(registry).decode() == EXPOSITION
-
-
-def test_the_server_serves_what_ranks_report_and_nothing_else():
-    with MetricsServer(port=0) as server:
-        for rank, mesh, recorder in reports():
-            server.take(rank, {"kind": "collectives", "mesh": mesh, **recorder.to_wire()})
-        server.take(1, {"kind": "collectives", "mesh": 1, "totals": "nonsense"})
-        server.take(1, {"kind": "collectives", "mesh": [], "totals": [ROW]})
-        server.take(1, {"kind": "collectives", "totals": [ROW]})
-        with urllib.request.urlopen(server.url, timeout=10) as answer:
-            text = answer.read().decode()
-    assert text[text.index("# HELP parallel3d_collective_calls_total") :] == EXPOSITION
 
 
 class Clock:

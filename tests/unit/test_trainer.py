@@ -33,7 +33,7 @@ class Ear:
     """An owner that keeps what it hears, and wishes something from a step on."""
 
     def __init__(self, wishes: dict[int, Wish]) -> None:
-        self._wishes, self.wish, self.heard = wishes, Wish(), []
+        self._wishes, self.wish, self.heard, self.is_behind = wishes, Wish(), [], False
 
     def send(self, kind: str, **fields: object) -> None:
         self.heard.append({"kind": kind, **json.loads(json.dumps(fields))})
@@ -50,7 +50,7 @@ async def trained(steps: int, wishes: dict[int, Wish]) -> list[Ear]:
     async def main() -> Ear:
         async with StandIn(config_of(steps)) as coordinator:
             ear = Ear(wishes if coordinator.mesh.rank == 0 else {0: Wish(99, stops=True)})
-            await train(coordinator, ear, LastSteps(coordinator.mesh))
+            await train(coordinator, ear, LastSteps(coordinator.mesh, coordinator.recorder))
             return ear
 
     return await parallel3d.in_process(main, ranks=2)
@@ -105,7 +105,7 @@ async def test_wishes_of_one_rank_need_no_exchange():
 async def test_the_last_steps_are_kept():
     async def main() -> list[str]:
         async with StandIn(config_of(9)) as coordinator:
-            last = LastSteps(coordinator.mesh)
+            last = LastSteps(coordinator.mesh, coordinator.recorder)
             assert list(last.spans()) == []
             await train(coordinator, Ear({}), last)
             return [span.name for span in last.spans()]

@@ -79,7 +79,7 @@ export class Pipeline {
     const fact = `${seconds(end)}, bubble ${percent(bubble)}`;
     this.root.append(
       svg("text", { class: "row-name", x: 0, y: top + 14 }, name),
-      svg("text", { class: "row-fact", x: 70, y: top + 14, "data-bubble": name }, fact),
+      svg("text", { class: "row-fact", x: 74, y: top + 14, "data-bubble": name }, fact),
     );
     top += HEAD;
     lanes.forEach((lane, rank) => {

@@ -37,7 +37,7 @@ export const count = (value) => (isNumber(value) ? grouped.format(value) : "–"
 export function compact(value) {
   if (!isNumber(value)) return "–";
   for (const [size, letter] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e4, "k"]]) {
-    if (Math.abs(value) >= size) return `${trim(value / (letter === "k" ? 1e3 : size), 3)}${letter}`;
+    if (Math.abs(value) >= size) return `${brief(value / (letter === "k" ? 1e3 : size))}${letter}`;
   }
   return Math.abs(value) < 100 ? brief(value) : grouped.format(value);
 }

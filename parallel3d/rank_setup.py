@@ -1,0 +1,62 @@
+"""What a rank sets up before its first step: the loss, how gradients are summed up, and the seeds of dropout."""
+
+from __future__ import annotations
+
+import torch
+
+from parallel3d.config import RunConfig
+from parallel3d.gradient_sync import GradientSync
+from parallel3d.late_gradients import LateGradients
+from parallel3d.losses import StepLoss, make_loss
+from parallel3d.rank_mesh import Mesh
+from parallel3d.rank_part import RankPart
+from parallel3d.schedules.actions import Kind
+from parallel3d.seeding import OwnNumbers, seed_from_now_on, seed_of
+from parallel3d.vocabulary import gather_logits, vocab_cross_entropy
+
+
+def loss_of(config: RunConfig, part: RankPart) -> StepLoss:
+    """The configured one, for logits that may be cut over the tensor-parallel ranks."""
+    cut, partners = part.blueprint.shards.logits_cut(part.tp_rank), part.partners
+    if cut is None or partners is None:
+        return make_loss(config.model.loss)
+
+    def of_cut(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return vocab_cross_entropy(logits, targets, cut, partners)
+
+    return make_loss(config.model.loss, of_cut, lambda logits: gather_logits(logits, cut, partners))
+
+
+def sync_of(config: RunConfig, part: RankPart, rank_mesh: Mesh) -> GradientSync:
+    """For this rank's stages, in the order in which their gradients are there."""
+    late = LateGradients(part, rank_mesh)
+    column = part.blueprint.table.with_communication().columns[rank_mesh.pp.rank]
+    sync = GradientSync(
+        rank_mesh,
+        {index: list(stage.module.parameters()) for index, stage in part.stages.items()},
+        [action.stage for action in column if action.kind is Kind.REDUCE_GRAD],
+        bucket_bytes=config.comm.bucket_size,
+        shard=config.optimizer.shard,
+        late=late.parameters,
+        settle_late=late.settle,
+    )
+    late.pieces = sync.flat_late(late.of_sequences)
+    return sync
+
+
+def seed_dropout(config: RunConfig, part: RankPart, rank_mesh: Mesh) -> None:
+    """Replicas and stages drop different values. Tensor-parallel ranks drop the same of what each of them has whole.
+    Where the sequence is cut each has another part, and drops of it for itself: but not in the modules around those,
+    where a gradient that was put together from all parts would meet another rank's choice."""
+    dp, tp, pp = rank_mesh.coords
+    alike, apart = (seed_of(config.train.seed, f"dropout {dp} {pp} {number}") for number in (0, tp + 1))
+    model, blueprint = part.blueprint.model, part.blueprint
+    sliced = blueprint.shards.sliced(model.row)
+    seed_from_now_on(apart if sliced else alike)
+    if not sliced:
+        return
+    numbers = OwnNumbers(alike, rank_mesh.world.device)
+    for stage in part.stages:
+        for path in model.paths(blueprint.layers_per_stage, stage):
+            if path not in sliced:
+                numbers.give_to(model.module(path))

@@ -1,0 +1,270 @@
+"""Each second of a step has one name, and the names follow from all ranks' events."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from monitoring.attribution import attribute
+from monitoring.collectives import KINDS
+from monitoring.events import Axis, Event, What
+from monitoring.facts import Place, RankFacts
+from monitoring.observations import AxisTraffic, StageSeconds, StepTimes
+from monitoring.time_parts import PARTS
+from tests.observed import Told, mesh_of
+
+F, B, I, W = What.F, What.B, What.I, What.W  # noqa: E741
+SEND_F, SEND_B, RECV_F, RECV_B = What.SEND_F, What.SEND_B, What.RECV_F, What.RECV_B
+DATA, REDUCE_GRAD, REDUCE, MEET = What.DATA, What.REDUCE_GRAD, What.REDUCE, What.MEET
+OPTIMIZER, CHECKPOINT, STEP = What.OPTIMIZER, What.CHECKPOINT, What.STEP
+
+
+def parts_of(times: StepTimes, rank: int) -> dict[str, float]:
+    """Those that are not 0, in milliseconds."""
+    found = times.ranks[rank]
+    assert found.rank == rank
+    assert found.parts.total + found.remainder == pytest.approx(found.seconds)
+    return {part: round(1e3 * seconds, 6) for part, seconds in found.parts.to_json().items() if seconds > 1e-12}
+
+
+def check_sums(times: StepTimes) -> None:
+    for each in times.ranks:
+        assert abs(each.remainder) <= 1e-9
+
+
+def test_one_rank():
+    told = Told(7).add(DATA, 0.001).gap(0.002).add(F, 0.010, 0, 0).add(B, 0.020, 0, 0).add(REDUCE_GRAD, 0.0005, 0)
+    told.gap(0.0005).add(OPTIMIZER, 0.003).add(CHECKPOINT, 0.004)
+    times = attribute({0: told.done()}, mesh_of())
+    assert (times.step, times.seconds) == (7, pytest.approx(0.041))
+    assert parts_of(times, 0) == {
+        "compute": 30, "dp_comm": 0.5, "data": 1, "optimizer": 3, "checkpoint": 4, "other": 2.5,
+    }  # fmt: skip
+    check_sums(times)
+    assert times.ranks[0].stages == {0: StageSeconds(pytest.approx(0.01), pytest.approx(0.02), 0.0)}
+    assert times.ranks[0].bubble_ratio == 0.0
+
+
+def test_two_replicas_wait_for_the_slower_one():
+    quick = Told().add(F, 0.010, 0, 0).add(B, 0.020, 0, 0).add(REDUCE, 0.025).add(MEET, 0.001).add(OPTIMIZER, 0.004)
+    slow = Told().add(F, 0.020, 0, 0).add(B, 0.030, 0, 0).add(REDUCE, 0.005).add(MEET, 0.001).add(OPTIMIZER, 0.004)
+    times = attribute({0: quick.done(), 1: slow.done()}, mesh_of(dp=2))
+    assert parts_of(times, 0) == {"compute": 30, "straggler": 20, "dp_comm": 5, "optimizer": 5}
+    assert parts_of(times, 1) == {"compute": 50, "dp_comm": 5, "optimizer": 5}
+    check_sums(times)
+
+
+def test_replicas_meet_before_they_compute_too():
+    """They agree on the batch's weight; the one whose data came late is waited for there."""
+    early = Told().add(DATA, 0.001).gap(0.001).add(REDUCE, 0.007).add(F, 0.030, 0, 0).add(REDUCE, 0.002)
+    late = Told().add(DATA, 0.007).gap(0.0005).add(REDUCE, 0.0015).add(F, 0.030, 0, 0).add(REDUCE, 0.002)
+    times = attribute({0: early.done(), 1: late.done()}, mesh_of(dp=2))
+    assert parts_of(times, 0) == {"data": 1, "straggler": 5.5, "dp_comm": 3.5, "other": 1, "compute": 30}
+    assert parts_of(times, 1) == {"data": 7, "dp_comm": 3.5, "other": 0.5, "compute": 30}
+    check_sums(times)
+
+
+def test_what_overlaps_computing_is_in_no_part():
+    told = Told().add(B, 0.030, 0, 0).add(REDUCE, 0.001)
+    told.beside(0.005, 0.028, axis=Axis.DP, num_bytes=1 << 20).beside(0.006, 0.029, axis=Axis.DP, num_bytes=1 << 20)
+    times = attribute({0: told.done()}, mesh_of())
+    assert parts_of(times, 0) == {"compute": 30, "dp_comm": 1}
+    assert times.traffic == (AxisTraffic("all_reduce", "dp", 2, 2 << 20, pytest.approx(0.046)),)
+
+
+def test_tensor_parallel_waits():
+    """In the forward rank 1 comes last, in the backward rank 0: the other one waits for it."""
+    a = Told().add(F, 0.010, 0, 0, waited=0.004).add(B, 0.020, 0, 0, waited=0.001)
+    b = Told().add(F, 0.010, 0, 0, waited=0.001).add(B, 0.020, 0, 0, waited=0.003)
+    times = attribute({0: a.done(), 1: b.done()}, mesh_of(tp=2))
+    assert parts_of(times, 0) == {"compute": 25, "tp_comm": 2, "straggler": 3}
+    assert parts_of(times, 1) == {"compute": 26, "tp_comm": 2, "straggler": 2}
+    check_sums(times)
+    assert times.ranks[0].compute_wall == pytest.approx(0.025)
+
+
+def test_tensor_parallel_waits_of_which_some_were_lost():
+    a = Told().add(F, 0.010, 0, 0, waited=0.004).add(B, 0.020, 0, 0, waited=0.001)
+    b = Told().add(F, 0.010, 0, 0, waited=0.001)
+    times = attribute({0: a.done(), 1: b.done()}, mesh_of(tp=2))
+    assert parts_of(times, 0) == {"compute": 25, "tp_comm": 5}
+    check_sums(times)
+
+
+def pipeline_step(slow: float = 0.0, start: float = 100.0) -> list[list[Event]]:
+    """Two stages, one microbatch; times in ms. `slow`: more for stage 1's forward.
+
+    stage 0 | 0F0 10  SEND 1  RECV_B 34 …………………  0B0 20  MEET 1  OPT 2
+    stage 1 | RECV_F 12 ……… 1F0 10  1B0 20  SEND 1  MEET 25 ……………  OPT 2
+    """
+    first = Told(start=start).add(F, 0.010, 0, 0).add(SEND_F, 0.001, 0, 0).add(RECV_B, 0.034 + slow, 0, 0)
+    first.add(B, 0.020, 0, 0).add(MEET, 0.001).add(OPTIMIZER, 0.002)
+    second = Told(start=start).add(RECV_F, 0.012, 1, 0).add(F, 0.010 + slow, 1, 0).add(B, 0.020, 1, 0)
+    second.add(SEND_B, 0.001, 1, 0).add(MEET, 0.023).add(OPTIMIZER, 0.002)
+    return [first.done(), second.done()]
+
+
+def test_two_stages():
+    times = attribute(dict(enumerate(pipeline_step())), mesh_of(pp=2))
+    # Stage 0 receives from 11 to 45 what is sent at 42; stage 1 receives until 12 what is sent at 10.
+    assert parts_of(times, 0) == {"compute": 30, "pp_comm": 4, "bubble": 31, "optimizer": 3}
+    # Stage 1 comes to the meeting at 43, stage 0 at 65.
+    assert parts_of(times, 1) == {"compute": 30, "pp_comm": 3, "bubble": 32, "optimizer": 3}
+    check_sums(times)
+    assert times.ranks[0].pipeline == pytest.approx(0.065)
+    assert times.ranks[1].bubble_ratio == pytest.approx(32 / 65)
+    assert times.ranks[1].stages == {1: StageSeconds(pytest.approx(0.01), pytest.approx(0.02), 0.0)}
+
+
+def test_two_pipelines_one_of_them_slow():
+    """Stage 1 of the second takes 15 ms longer than the other's: that is no bubble."""
+    events = dict(enumerate(pipeline_step() + pipeline_step(slow=0.015)))
+    for rank in (0, 1):  # the quick pipeline waits at the meeting
+        *before, meet, optimizer, step = events[rank]
+        late = [each._replace(start=each.start + 0.015, end=each.end + 0.015) for each in (optimizer, step)]
+        events[rank] = [*before, meet._replace(end=meet.end + 0.015), late[0], step._replace(end=late[1].end)]
+    times = attribute(events, mesh_of(dp=2, pp=2))
+    assert parts_of(times, 2) == {"compute": 30, "pp_comm": 4, "bubble": 31, "straggler": 15, "optimizer": 3}
+    assert parts_of(times, 3) == {"compute": 45, "pp_comm": 3, "bubble": 32, "optimizer": 3}
+    # Nobody in their own pipeline was slow, so what the others wait for is not told apart from the schedule's wait.
+    assert parts_of(times, 0) == {"compute": 30, "pp_comm": 4, "bubble": 46, "optimizer": 3}
+    check_sums(times)
+
+
+def test_a_meeting_without_a_pipeline_waits_for_stragglers():
+    a = Told().add(F, 0.010, 0, 0).add(MEET, 0.006).add(OPTIMIZER, 0.002)
+    b = Told().add(F, 0.015, 0, 0).add(MEET, 0.001).add(OPTIMIZER, 0.002)
+    times = attribute({0: a.done(), 1: b.done()}, mesh_of(tp=2))
+    assert parts_of(times, 0) == {"compute": 10, "straggler": 5, "optimizer": 3}
+    assert parts_of(times, 1) == {"compute": 15, "optimizer": 3}
+
+
+def test_a_message_that_was_sent_before_it_was_waited_for():
+    first = Told().add(F, 0.010, 0, 0).add(SEND_F, 0.001, 0, 0)
+    second = Told().gap(0.015).add(RECV_F, 0.002, 1, 0).add(F, 0.010, 1, 0)
+    times = attribute({0: first.done(), 1: second.done()}, mesh_of(pp=2))
+    assert parts_of(times, 1) == {"compute": 10, "pp_comm": 2, "other": 15}
+
+
+def test_a_message_whose_send_was_lost_is_waited_for_all_the_time():
+    second = Told().add(RECV_F, 0.012, 1, 0).add(F, 0.010, 1, 0)
+    times = attribute({0: Told().add(F, 0.01, 0, 0).done(), 1: second.done()}, mesh_of(pp=2))
+    assert parts_of(times, 1) == {"compute": 10, "bubble": 12}
+
+
+@pytest.mark.parametrize(("worked", "waited", "received"), [(0.0, 10, 2), (0.006, 4, 2), (0.010, 0, 2), (0.011, 0, 1)])
+def test_weight_parts_that_are_computed_while_nothing_comes(worked, waited, received):
+    first = Told().add(F, 0.010, 0, 0).add(SEND_F, 0.001, 0, 0)
+    second = Told().add(RECV_F, 0.012, 1, 0, cpu=worked).add(W, 0.005, 1, 0)
+    times = attribute({0: first.done(), 1: second.done()}, mesh_of(pp=2))
+    want = {"compute": 5 + 1e3 * worked, "bubble": waited, "pp_comm": received}
+    assert parts_of(times, 1) == {part: pytest.approx(value) for part, value in want.items() if value}
+    assert times.ranks[1].compute_cpu == pytest.approx(0.005 + worked)
+    assert times.ranks[1].stages[1].weight == pytest.approx(0.005 + worked)
+    check_sums(times)
+
+
+def test_split_backwards():
+    told = Told().add(F, 0.01, 3, 0).add(I, 0.02, 3, 0).add(W, 0.03, 3, 0).add(F, 0.01, 4, 0).add(B, 0.05, 4, 0)
+    times = attribute({0: told.done()}, mesh_of())
+    approx = pytest.approx
+    assert times.ranks[0].stages == {
+        3: StageSeconds(approx(0.01), approx(0.02), approx(0.03)),
+        4: StageSeconds(approx(0.01), approx(0.05), 0.0),
+    }
+
+
+def test_waiting_for_a_core_is_not_computing():
+    told = Told().add(F, 0.010, 0, 0, cpu=0.004).add(B, 0.020, 0, 0, cpu=0.025)
+    times = attribute({0: told.done()}, mesh_of())
+    assert parts_of(times, 0) == {"compute": 24, "other": 6}
+    found = times.ranks[0]
+    assert (found.compute_wall, found.compute_cpu) == (pytest.approx(0.030), pytest.approx(0.029))
+    assert found.core_wait == pytest.approx(0.006)
+    on_gpu = {0: RankFacts(0, Place(0, 0, 0), device="NVIDIA A100")}
+    assert parts_of(attribute({0: told.done()}, on_gpu), 0) == {"compute": 30}
+
+
+def test_all_three_axes():
+    """2x2x2: a pipeline for each of dp and tp, all in step; every axis takes its part."""
+    events, ranks = {}, mesh_of(dp=2, tp=2, pp=2)
+    for rank, facts in ranks.items():
+        waited = 0.002 if facts.place.tp == 0 else 0.003
+        if facts.place.pp == 0:
+            told = Told().add(DATA, 0.001).add(F, 0.010, 0, 0, waited=waited).add(SEND_F, 0.001, 0, 0)
+            told.add(RECV_B, 0.034, 0, 0).add(B, 0.020, 0, 0, waited=waited).add(REDUCE_GRAD, 0.0, 0)
+            told.add(REDUCE, 0.003).add(MEET, 0.001)
+        else:
+            told = Told().add(DATA, 0.001).add(RECV_F, 0.012, 1, 0).add(F, 0.010, 1, 0, waited=waited)
+            told.add(B, 0.020, 1, 0, waited=waited).add(SEND_B, 0.001, 1, 0).add(REDUCE_GRAD, 0.0, 1)
+            told.add(REDUCE, 0.003).add(MEET, 0.023)
+        events[rank] = told.add(OPTIMIZER, 0.002).done()
+    times = attribute(events, ranks)
+    check_sums(times)
+    assert parts_of(times, 0) == {
+        "compute": 26, "tp_comm": 4, "pp_comm": 4, "dp_comm": 3, "bubble": 29, "straggler": 2, "data": 1,
+        "optimizer": 3,
+    }  # fmt: skip
+    # The ranks at tp=1 compute 2 ms less, so those at tp=0 are the late ones, and others wait for them.
+    assert parts_of(times, 6) == {
+        "compute": 24, "tp_comm": 4, "pp_comm": 4, "dp_comm": 3, "bubble": 31, "straggler": 2, "data": 1,
+        "optimizer": 3,
+    }  # fmt: skip
+    assert parts_of(times, 7)["bubble"] == 32
+    assert sum(times.parts.seconds) == pytest.approx(times.seconds)
+
+
+def test_a_step_that_was_not_ended_is_refused():
+    with pytest.raises(ValueError, match="rank 0 has not ended the step"):
+        attribute({0: Told().add(F, 0.01, 0, 0).events}, mesh_of())
+
+
+def test_events_that_overlap_leave_a_remainder():
+    """Which should not be; if it is, it is shown and not hidden."""
+    told = Told().add(F, 0.010, 0, 0)
+    told.events.append(Event(OPTIMIZER, 0, 100.005, 100.015))
+    told.now = 100.020
+    found = attribute({0: told.done()}, mesh_of()).ranks[0]
+    assert found.remainder == pytest.approx(-0.005)
+    assert found.parts["other"] == pytest.approx(0.005)
+
+
+KINDS_OF_WORK = [DATA, F, B, I, W, SEND_F, SEND_B, RECV_F, RECV_B, REDUCE_GRAD, REDUCE, MEET, OPTIMIZER, CHECKPOINT]
+seconds = st.floats(0, 0.1)
+pieces = st.lists(
+    st.tuples(st.sampled_from(KINDS_OF_WORK), seconds, seconds, st.integers(0, 3), st.integers(0, 3), seconds, seconds),
+    max_size=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from([(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2)]), st.data())
+def test_whatever_ranks_tell_adds_up(mesh, data):
+    ranks, events = mesh_of(*mesh), {}
+    for rank in ranks:
+        told = Told(start=100.0 + data.draw(seconds))
+        for what, gap, length, stage, microbatch, waited, cpu in data.draw(pieces):
+            told.gap(gap).add(what, length, stage, microbatch, waited=min(waited, length), cpu=cpu)
+        told.beside(0.0, data.draw(seconds), axis=Axis(data.draw(st.integers(0, 3))), op=KINDS.index("barrier"))
+        events[rank] = told.done()
+    times = attribute(events, ranks)
+    for each in times.ranks:
+        assert abs(each.remainder) <= 1e-6
+        assert min(each.parts.seconds) >= 0
+        assert 0 <= each.core_wait <= each.parts["other"] + 1e-9
+    assert times.parts.total == pytest.approx(times.seconds, abs=1e-6)
+    assert len(times.parts.seconds) == len(PARTS)
+
+
+def test_an_event_costs_microseconds():
+    """Far from a limit that a busy machine would miss; a way that is not linear would."""
+    told = Told()
+    for microbatch in range(2000):
+        told.add(RECV_F, 0.001, 1, microbatch).add(F, 0.001, 1, microbatch).add(SEND_F, 0.001, 1, microbatch)
+    events, ranks = {0: told.done(), 1: told.done()}, mesh_of(pp=2)
+    began = time.thread_time()
+    attribute(events, ranks)
+    assert (time.thread_time() - began) / 12_000 < 50e-6

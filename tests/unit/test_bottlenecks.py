@@ -1,0 +1,587 @@
+"""Every kind of bottleneck from a window with that cause alone in it, and none from healthy ones."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from monitoring.bottlenecks import HIDDEN_BY, KINDS, LEVELS, find_bottlenecks
+from monitoring.facts import RankFacts, RunFacts
+from monitoring.loop_lag import BOUNDS, LagHistogram
+from monitoring.observations import (
+    AxisTraffic,
+    Bottleneck,
+    RankWindow,
+    Severity,
+    StageSeconds,
+    Straggler,
+    Window,
+)
+from monitoring.time_parts import PARTS, TimeParts
+from parallel3d.config import load_config
+from parallel3d.config.models import RunConfig
+from parallel3d.pipeline_advice import PipelinePlanner
+from parallel3d.schedules.build import SCHEDULES
+from tests.processes import ROOT
+from tests.windows import STEP, alike, mesh, piped, rank_window, ranks_of, straggler, window_of
+
+MIB = 1 << 20
+
+
+def found(window: Window, facts: RunFacts, ranks: dict[int, RankFacts] | None = None) -> list[Bottleneck]:
+    return find_bottlenecks(window, facts, ranks_of(facts) if ranks is None else ranks, PipelinePlanner.of_facts(facts))
+
+
+def only(window: Window, facts: RunFacts, ranks: dict[int, RankFacts] | None = None) -> Bottleneck:
+    """The one that is found."""
+    every = found(window, facts, ranks)
+    assert len(every) == 1, [each.message for each in every]
+    return every[0]
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [mesh(), mesh(dp=2), mesh(tp=2), mesh(2, 2), mesh(dp=8)],
+    ids=lambda facts: f"{facts.dp}x{facts.tp}x{facts.pp}",
+)
+def test_a_healthy_window(facts):
+    parts = {"dp_comm": 0.01} if facts.dp > 1 else {}
+    parts |= {"tp_comm": 0.01} if facts.tp > 1 else {}
+    assert found(alike(facts, parts), facts) == []
+
+
+@pytest.mark.parametrize(("pp", "microbatches"), [(2, 4), (2, 8), (4, 8), (4, 16), (8, 32)])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_healthy_pipeline(pp, microbatches, schedule):
+    facts = mesh(pp=pp, microbatches=microbatches, schedule=schedule, batch_size=64)
+    nearly = [0.1 + 0.01 * (stage % 2) for stage in range(pp)]
+    assert found(piped(facts, nearly), facts) == []
+
+
+def test_nothing_without_data():
+    facts = mesh(dp=2)
+    bad = {"data": 0.05}
+    assert [each.kind for each in found(alike(facts, bad), facts)] == ["data_starved"]
+    assert found(alike(facts, bad, num_steps=2), facts) == []
+    assert found(Window(), facts) == []
+    assert found(Window(num_steps=20, seconds=STEP), facts) == []
+    assert found(alike(facts, bad, seconds=0.0), facts) == []
+    unknown = window_of(*(rank_window(rank, memory=None) for rank in (0, 1)))
+    assert found(unknown, mesh(dp=2, memory_budget=1)) == []
+    assert found(alike(mesh(dp=2)), mesh(dp=2, memory_budget=0)) == []
+
+
+# Communication.
+
+
+@pytest.mark.parametrize("axis", ["dp", "tp", "pp"])
+def test_communication_by_axis(axis):
+    facts = mesh(**{axis: 4})
+    one = only(alike(facts, {f"{axis}_comm": 0.042}), facts)
+    assert (one.kind, one.axis, one.severity) == (f"{axis}_comm", axis, Severity.MEDIUM)
+    assert one.evidence["share"] == pytest.approx(0.42)
+    assert "42 % of a step: 42 ms of 100 ms" in one.message
+    # Half as many ranks: 1/2 over 3/4 of the bytes a sample, and half of the samples. Twice the batch: half a sample.
+    gain = 0.42 / 2 if axis == "dp" else 0.42 * (1 - 2 / 3 / 2)
+    assert one.gain == pytest.approx(gain)
+    assert (one.key, one.value) == {
+        "dp": ("train.batch_size", "128"),
+        "tp": ("parallel.tp", "2"),
+        "pp": ("parallel.pp", "2"),
+    }[axis]
+
+
+@pytest.mark.parametrize(("share", "severity"), [(0.3, None), (0.3001, "low"), (0.41, "medium"), (0.56, "high")])
+def test_from_which_share_on_communication_counts(share, severity):
+    every = found(alike(mesh(dp=2), {"dp_comm": share * STEP}), mesh(dp=2))
+    assert [each.severity for each in every] == ([severity] if severity else [])
+
+
+@pytest.mark.parametrize(
+    ("axis", "order", "key", "value"),
+    [
+        ("tp", "tp-dp-pp", "parallel.order", "pp-dp-tp"),
+        ("pp", "pp-dp-tp", "parallel.order", "dp-tp-pp"),
+        ("dp", "dp-tp-pp", "comm.strategy", "hierarchical"),
+    ],
+)
+def test_communication_between_hosts(axis, order, key, value):
+    facts = mesh(2, 2, 2)
+    ranks = ranks_of(facts, hosts=2, order=order)
+    one = only(alike(facts, {f"{axis}_comm": 0.04}), facts, ranks)
+    assert (one.kind, one.key, one.value, one.gain) == (f"{axis}_comm", key, value, None)
+
+
+def test_no_axis_no_communication():
+    assert found(alike(mesh(dp=2), {"tp_comm": 0.05}), mesh(dp=2)) == []
+
+
+def test_traffic_is_evidence():
+    facts = mesh(dp=2)
+    traffic = (AxisTraffic("all_reduce", "dp", 4, 64 * MIB, 0.05), AxisTraffic("broadcast", "world", 9, 9, 0.01))
+    one = only(alike(facts, {"dp_comm": 0.05}, traffic=traffic), facts)
+    assert (one.kind, one.evidence["calls"], one.evidence["bytes"]) == ("dp_comm", 2, 32 * MIB)
+
+
+def test_tp_efficiency():
+    facts = mesh(tp=2)
+    one = only(alike(facts, {"tp_comm": 0.02, "straggler": 0.005, "other": 0.0}), facts)
+    assert (one.kind, one.axis, one.key, one.value) == ("tp_efficiency", "tp", "parallel.tp", "1")
+    assert one.evidence["efficiency"] == pytest.approx(0.065 / 0.09)
+    assert one.gain == pytest.approx(0.25), "alone, a rank exchanges nothing"
+    assert found(alike(facts, {"tp_comm": 0.018, "compute": 0.072}), facts) == [], "80 % is enough"
+    other = mesh(2, 2)
+    assert found(alike(other, {"tp_comm": 0.016, "straggler": 0.01}), other) == [], "waits of another axis"
+
+
+def test_tp_communication_explains_tp_efficiency():
+    assert only(alike(mesh(tp=2), {"tp_comm": 0.05}), mesh(tp=2)).kind == "tp_comm"
+
+
+def buckets(calls: int, each: int, ranks: int = 2) -> tuple[AxisTraffic, ...]:
+    return (AxisTraffic("all_reduce", "dp", calls * ranks, calls * each * ranks, 0.01),)
+
+
+def test_small_buckets():
+    facts = mesh(dp=2, bucket_bytes=4096)
+    window = alike(facts, {"dp_comm": 0.04}, traffic=buckets(64, MIB // 4))
+    one = only(window, facts)
+    assert (one.kind, one.axis, one.key, one.value) == ("small_buckets", "dp", "comm.bucket_size", "25 MiB")
+    assert one.severity is Severity.HIGH
+    assert one.gain == pytest.approx(0.4 * (1 - 1 / 64) * (1 - 1 / 4))
+    assert "64 calls a step of 256 KiB each" in one.message
+
+
+@pytest.mark.parametrize(
+    ("calls", "each", "bucket_bytes", "comm"),
+    [
+        (3, 4096, 4096, 0.02),  # a small model
+        (64, 2 * MIB, 4096, 0.02),  # large tensors, each a bucket
+        (64, 4096, 25 * MIB, 0.02),  # small for another reason
+        (64, 4096, 4096, 0.005),  # hidden behind backward
+    ],
+)
+def test_buckets_that_are_not_too_small(calls, each, bucket_bytes, comm):
+    facts = mesh(dp=2, bucket_bytes=bucket_bytes)
+    assert found(alike(facts, {"dp_comm": comm}, traffic=buckets(calls, each)), facts) == []
+
+
+# Machines.
+
+
+def test_a_straggler_among_replicas():
+    facts = mesh(dp=2)
+    ranks = [rank_window(0, {"straggler": 0.045}), rank_window(1, {"other": 0.0}, score=0.5)]
+    one = only(window_of(*ranks, stragglers=(straggler(1),)), facts)
+    assert (one.kind, one.rank, one.host, one.severity) == ("straggler", 1, None, Severity.HIGH)
+    assert one.gain == pytest.approx(0.45), "half of its 90 ms, for which rank 0 waits"
+    assert "Rank 1 is slow since step 4: 50 % of the speed of ranks with the same work" in one.message
+    assert one.key == "parallel.order"
+
+
+def test_a_rank_without_its_core():
+    facts = mesh(dp=2)
+    ranks = [rank_window(0, {"straggler": 0.04}), rank_window(1, {"other": 0.04}, core_wait=0.04, compute_wall=0.09)]
+    late = LagHistogram()
+    for _ in range(40):
+        late.observe(0.2)
+    window = window_of(*ranks, stragglers=(straggler(1, 0.55, "processor"),), lag=late)
+    one = only(window, facts)
+    assert (one.kind, one.rank, one.key) == ("straggler", 1, "runtime.threads")
+
+
+def test_nobody_waits_for_a_straggler():
+    facts = mesh(dp=2)
+    window = window_of(rank_window(0, {"straggler": 0.001}), rank_window(1), stragglers=(straggler(1),))
+    assert only(window, facts).gain == pytest.approx(0.01)
+
+
+def test_a_straggling_host():
+    facts = mesh(dp=4)
+    slow = tuple(straggler(rank, host="node1", score=0.6 - rank / 100) for rank in (2, 3))
+    window = window_of(
+        *(rank_window(rank, {"straggler": 0.03}) for rank in (0, 1)), *map(rank_window, (2, 3)), stragglers=slow
+    )
+    one = only(window, facts, ranks_of(facts, hosts=2))
+    assert (one.kind, one.rank, one.host) == ("straggler", None, "node1")
+    assert (one.evidence["rank"], one.evidence["ranks"]) == (3, 2)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_straggler_in_a_pipeline_explains_the_pipeline(dp):
+    facts = mesh(dp=dp, pp=2, microbatches=4, layers_per_stage=(4, 4))
+    window = piped(facts, [0.1, 0.1], slower={1: 3.0})
+    assert "uneven_stages" in {each.kind for each in found(window, facts)}, "as long as nobody is named"
+    one = only(replace(window, stragglers=(straggler(1, 1 / 3, "itself"),)), facts)
+    assert (one.kind, one.rank) == ("straggler", 1)
+
+
+def test_a_straggler_accounts_for_communication_as_far_as_it_is_late():
+    facts = mesh(dp=2)
+    ranks = [rank_window(0, {"dp_comm": 0.033, "straggler": 0.01}), rank_window(1, {"dp_comm": 0.033})]
+    late = {"stragglers": (straggler(1, 0.8),)}
+    assert [each.kind for each in found(window_of(*ranks), facts)] == ["dp_comm"]
+    assert [each.kind for each in found(window_of(*ranks, **late), facts)] == ["straggler"]
+    ranks[1] = rank_window(1, {"dp_comm": 0.06})
+    assert sorted(each.kind for each in found(window_of(*ranks, **late), facts)) == ["dp_comm", "straggler"]
+
+
+def test_oversubscribed_cores():
+    facts = mesh(2, 2, 2, microbatches=4)
+    waiting = {"other": 0.04, "tp_comm": 0.031, "bubble": 0.01}
+    lag = LagHistogram([0] * 8 + [100, 0, 0], 20.0, 0.2)
+    ranks = [rank_window(rank, waiting, core_wait=0.035, bubble_ratio=0.5) for rank in range(8)]
+    one = only(window_of(*ranks, lag=lag), facts, ranks_of(facts, num_cores=2))
+    assert (one.kind, one.host, one.key, one.value) == ("oversubscribed_cores", "node0", "parallel.dp", None)
+    assert one.gain == pytest.approx(0.35)
+    assert "8 ranks share 2 cores" in one.message
+    few = ranks_of(mesh(dp=4), num_cores=2)
+    one = only(window_of(*(rank_window(rank, core_wait=0.02) for rank in range(4))), mesh(dp=4), few)
+    assert (one.key, one.value, one.severity) == ("parallel.dp", "2", Severity.LOW)
+
+
+def test_cores_that_are_enough():
+    facts = mesh(dp=4)
+    waiting = window_of(*(rank_window(rank, {"other": 0.04}, core_wait=0.035) for rank in range(4)))
+    assert found(waiting, facts, ranks_of(facts, num_cores=4)) == [], "something else waits, not for a core"
+    assert found(waiting, facts, ranks_of(facts, num_cores=0)) == [], "not known"
+    cuda = {number: replace(rank, device="NVIDIA H100") for number, rank in ranks_of(facts, num_cores=2).items()}
+    assert found(waiting, facts, cuda) == []
+    assert found(alike(facts), facts, ranks_of(facts, num_cores=2)) == [], "more ranks, but each gets its core"
+
+
+@pytest.mark.parametrize(
+    ("lags", "severity"),
+    [
+        ([0.01] * 100, None),
+        ([0.01] * 99 + [0.5], None),
+        ([0.01] * 90 + [0.1] * 10, None),
+        ([0.01] * 90 + [0.2] * 10, "low"),
+        ([0.01] * 90 + [2.0] * 10, "critical"),
+        ([2.0] * 19, None),
+    ],
+)
+def test_event_loop_lag(lags, severity):
+    facts, lag = mesh(dp=2), LagHistogram()
+    for each in lags:
+        lag.observe(each)
+    every = found(alike(facts, lag=lag), facts)
+    assert [(each.kind, each.severity, each.gain) for each in every] == (
+        [("event_loop_lag", severity, None)] if severity else []
+    )
+
+
+# Data and checkpoints.
+
+
+def test_data_starved():
+    facts = mesh(dp=2)
+    one = only(alike(facts, {"data": 0.04}, queue={0: 0.0, 1: 0.0}), facts)
+    assert (one.kind, one.severity, one.rank, one.key) == ("data_starved", Severity.HIGH, None, "data.factory")
+    assert one.gain == pytest.approx(0.4)
+    assert one.evidence["batches_ready"] == 0
+    assert found(alike(facts, {"data": 0.01}), facts) == []
+
+
+def test_data_that_comes_in_bursts():
+    facts = mesh(prefetch=3)
+    one = only(alike(facts, {"data": 0.02}, queue={0: 1.2}), facts)
+    assert (one.kind, one.key, one.value) == ("data_starved", "data.prefetch", "6")
+
+
+def test_data_of_one_rank_makes_others_wait_for_it():
+    facts = mesh(dp=2)
+    one = only(window_of(rank_window(0, {"straggler": 0.03}), rank_window(1, {"data": 0.03})), facts)
+    assert (one.kind, one.rank) == ("data_starved", 1)
+
+
+def test_late_data_is_no_bubble():
+    facts = mesh(pp=2)
+    ranks = [rank_window(0, {"data": 0.05}), rank_window(1, {"bubble": 0.055}, bubble_ratio=0.9)]
+    stages = [StageSeconds(0.01, 0.02)]
+    ranks = [replace(rank, stages={rank.rank: stages[0]}) for rank in ranks]
+    one = only(window_of(*ranks), facts)
+    assert (one.kind, one.rank) == ("data_starved", 0)
+
+
+def test_checkpoint_stalls():
+    facts = mesh(dp=2)
+    one = only(alike(facts, {"checkpoint": 0.03}), facts)
+    assert (one.kind, one.severity, one.key) == ("checkpoint_stalls", Severity.HIGH, "checkpoint")
+    assert one.gain == pytest.approx(0.15)
+    assert found(alike(facts, {"checkpoint": 0.005}), facts) == []
+
+
+# The pipeline.
+
+
+def test_uneven_stages():
+    facts = mesh(dp=2, pp=2, microbatches=8, layers_per_stage=(2, 6), batch_size=32)
+    one = only(piped(facts, [0.1, 0.3]), facts)
+    assert (one.kind, one.rank, one.key, one.value) == ("uneven_stages", 1, "pipeline.layers_per_stage", "[4, 4]")
+    assert one.evidence["pp_rank"] == 1
+    before = 0.01 + 0.3 + 0.1 / 8
+    assert one.gain == pytest.approx(1 - (0.01 + 0.2 * 9 / 8) / before)
+
+
+def test_uneven_stages_whose_layers_only_the_ranks_know():
+    facts = mesh(pp=2, microbatches=8)
+    one = only(piped(facts, [0.1, 0.3]), facts)
+    assert (one.kind, one.rank, one.value) == ("uneven_stages", 1, "profile")
+    assert one.gain == pytest.approx(1 - (0.01 + 0.2 * 9 / 8) / (0.01 + 0.3 + 0.1 / 8))
+
+
+def test_uneven_stages_that_no_cut_makes_even():
+    facts = mesh(pp=2, microbatches=16, layers_per_stage=(1, 1))
+    every = found(piped(facts, [0.1, 0.2]), facts)
+    assert [each.kind for each in every] == [], "a quarter idle: nothing to do, and not below 70 %"
+    assert [each.kind for each in found(piped(facts, [0.1, 0.4]), facts)] == ["pipeline_utilization"]
+
+
+def test_uneven_stages_without_a_planner():
+    facts = mesh(pp=2, microbatches=8)
+    (one,) = find_bottlenecks(piped(facts, [0.1, 0.3]), facts, ranks_of(facts))
+    assert (one.kind, one.rank, one.value, one.gain) == ("uneven_stages", 1, "profile", None)
+
+
+@pytest.mark.parametrize("stages", [[0.1, 0.1], [0.1, 0.14], [0.1, 0.3]])
+def test_too_few_microbatches(stages):
+    facts = mesh(pp=2, microbatches=1, batch_size=16, layers_per_stage=(4, 4))
+    one = only(piped(facts, stages), facts)
+    assert (one.kind, one.axis, one.key, one.value) == ("too_few_microbatches", "pp", "pipeline.microbatches", "8")
+    after = max(stages) + min(stages) / 8
+    assert one.gain == pytest.approx(1 - (0.01 + after) / (0.01 + sum(stages)))
+
+
+def test_too_few_samples_for_more_microbatches():
+    facts = mesh(dp=2, pp=4, microbatches=2, batch_size=4)
+    one = only(piped(facts, [0.1] * 4), facts)
+    assert (one.kind, one.key, one.value) == ("too_few_microbatches", "train.batch_size", "32")
+    assert one.gain == pytest.approx(1 - (0.01 + 0.1 * 19 / 16) / (0.01 + 0.1 * 5 / 2)), "a sample"
+
+
+def test_too_few_microbatches_for_the_schedule():
+    facts = mesh(pp=4, microbatches=4, schedule="interleaved", virtual_stages=2, batch_size=20)
+    window = piped(facts, [0.1] * 8)
+    worse = replace(window, ranks={n: replace(rank, bubble_ratio=0.4) for n, rank in window.ranks.items()})
+    one = only(worse, facts)
+    assert (one.kind, one.value) == ("too_few_microbatches", "20"), "10 and 5 are no multiples of 4 ranks"
+
+
+def test_too_few_microbatches_without_a_planner():
+    facts = mesh(pp=4, microbatches=4, batch_size=16)
+    (one,) = find_bottlenecks(piped(facts, [0.1] * 4), facts, ranks_of(facts))
+    assert (one.kind, one.value, one.gain) == ("too_few_microbatches", "16", None)
+    enough = mesh(pp=4, microbatches=16, batch_size=16)
+    assert find_bottlenecks(piped(enough, [0.1] * 4), enough, ranks_of(enough)) == []
+
+
+def test_pipeline_utilization():
+    """Microbatches enough, layers alike, and yet more waiting than the schedule has."""
+    facts = mesh(pp=8, microbatches=32, batch_size=32, layers_per_stage=(2,) * 8)
+    window = piped(facts, [0.1] * 8)
+    worse = replace(window, ranks={n: replace(rank, bubble_ratio=0.35) for n, rank in window.ranks.items()})
+    one = only(worse, facts)
+    assert (one.kind, one.key) == ("pipeline_utilization", "pipeline.schedule")
+    assert one.value in SCHEDULES
+    assert one.gain is not None
+    assert 0.05 < one.gain < 0.35
+
+
+def test_a_pipeline_that_no_schedule_helps():
+    facts = mesh(pp=2, microbatches=64, batch_size=64, layers_per_stage=(1, 1))
+    window = piped(facts, [0.1, 0.1])
+    worse = replace(window, ranks={n: replace(rank, bubble_ratio=0.31) for n, rank in window.ranks.items()})
+    one = only(worse, facts)
+    assert (one.kind, one.key, one.value, one.gain) == ("pipeline_utilization", "parallel.pp", "1", None)
+    just = replace(window, ranks={n: replace(rank, bubble_ratio=0.3) for n, rank in window.ranks.items()})
+    assert found(just, facts) == []
+
+
+# Memory.
+
+
+@pytest.mark.parametrize(
+    ("used", "severity"), [(0.9, None), (0.92, "low"), (0.95, "medium"), (0.99, "high"), (1.2, "critical")]
+)
+def test_memory_pressure(used, severity):
+    facts = mesh(dp=2, memory_budget=1000, batch_size=2)
+    window = window_of(rank_window(0, memory=850), rank_window(1, memory=int(1000 * used)))
+    every = found(window, facts)
+    expected = [("memory_pressure", severity, 1, "optimizer.shard")] if severity else []
+    assert [(each.kind, each.severity, each.rank, each.key) for each in every] == expected
+
+
+@pytest.mark.parametrize(
+    ("facts", "key", "value"),
+    [
+        (mesh(batch_size=8, microbatches=2, memory_budget=1 << 30), "pipeline.microbatches", "4"),
+        (mesh(batch_size=1, memory_budget=1 << 30), "parallel.tp", "2"),
+    ],
+)
+def test_less_memory(facts, key, value):
+    one = only(alike(facts), facts)
+    assert (one.kind, one.key, one.value, one.gain) == ("memory_pressure", key, value, None)
+
+
+def test_memory_imbalance():
+    facts = mesh(dp=2, memory_budget=1000)
+    one = only(window_of(rank_window(0, memory=300), rank_window(1, memory=900)), facts)
+    assert (one.kind, one.rank, one.key, one.value) == ("memory_imbalance", 1, "optimizer.shard", "true")
+    assert one.severity is Severity.LOW
+    facts = mesh(pp=2, memory_budget=1000)
+    one = only(window_of(rank_window(0, memory=970), rank_window(1, memory=400)), facts)
+    assert (one.rank, one.key, one.value) == (0, "pipeline.layers_per_stage", "parameters")
+    assert one.severity is Severity.HIGH, "as severe as the pressure that it explains"
+    assert found(window_of(rank_window(0, memory=100), rank_window(1, memory=500)), facts) == [], "room enough"
+
+
+def test_imbalance_does_not_explain_what_all_ranks_lack():
+    facts = mesh(dp=4, memory_budget=1000)
+    used = {0: 2200, 1: 950, 2: 950, 3: 950}
+    every = found(window_of(*(rank_window(rank, memory=memory) for rank, memory in used.items())), facts)
+    assert sorted(each.kind for each in every) == ["memory_imbalance", "memory_pressure"]
+
+
+def test_uneven_stages_explain_memory_imbalance():
+    facts = mesh(pp=2, microbatches=8, layers_per_stage=(1, 7), memory_budget=1000)
+    window = piped(facts, [0.05, 0.35])
+    ranks = {number: replace(rank, memory=(200, 800)[number]) for number, rank in window.ranks.items()}
+    assert only(replace(window, ranks=ranks), facts).kind == "uneven_stages"
+
+
+# All of them.
+
+
+def test_the_most_severe_comes_first():
+    facts = mesh(dp=2, memory_budget=1000)
+    window = window_of(*(rank_window(rank, {"data": 0.012, "dp_comm": 0.05}, memory=2000) for rank in (0, 1)))
+    every = found(window, facts)
+    assert [each.kind for each in every] == ["memory_pressure", "dp_comm", "data_starved"]
+
+
+def keys_of(model: type[BaseModel], prefix: str = "") -> set[str]:
+    found = set()
+    for name, field in model.model_fields.items():
+        found.add(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found |= keys_of(field.annotation, f"{prefix}{name}.")
+    return found
+
+
+def test_every_key_is_one_of_the_configuration():
+    named = set()
+    for path in (ROOT / "monitoring" / "rules").glob("*.py"):
+        text = path.read_text()
+        named |= set(re.findall(r'"((?:parallel|pipeline|comm|data|train|optimizer|runtime|memory)\.[a-z_]+)"', text))
+    assert len(named) > 10
+    assert named <= keys_of(RunConfig)
+
+
+def test_every_kind_has_its_section_and_levels():
+    page = (ROOT / "docs" / "bottlenecks.md").read_text()
+    assert re.findall(r"^### (\w+)$", page, re.MULTILINE) == list(KINDS)
+    rows = {
+        row[0]: row[1:]
+        for row in re.findall(r"^\| `(\w+)` \|[^|]*\| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|", page, re.MULTILINE)
+    }
+    assert rows == {kind: tuple(map(str, map(_as_written, levels))) for kind, levels in LEVELS.items()}
+    hidden = dict(re.findall(r"^\| `(\w+)` \| (`\w+`(?:, `\w+`)*) \|$", page, re.MULTILINE))
+    assert hidden == {kind: ", ".join(f"`{each}`" for each in causes) for kind, causes in HIDDEN_BY.items()}
+
+
+def _as_written(level: float) -> str:
+    return f"{level:.2f}"
+
+
+seconds = st.floats(0, 10, allow_nan=False)
+
+
+@st.composite
+def any_window(draw: Any) -> tuple[Window, RunFacts, dict[int, RankFacts]]:
+    sizes = draw(st.tuples(*[st.integers(1, 3)] * 3))
+    facts = mesh(
+        *sizes,
+        microbatches=draw(st.integers(1, 9)),
+        batch_size=draw(st.integers(1, 64)),
+        schedule=draw(st.sampled_from(SCHEDULES)),
+        virtual_stages=draw(st.integers(1, 2)),
+        bucket_bytes=draw(st.sampled_from([1, 4096, 25 * MIB])),
+        memory_budget=draw(st.integers(0, 2000)),
+        layers_per_stage=draw(st.sampled_from([(), (1,) * sizes[2], (3,) * sizes[2], tuple(range(1, sizes[2] + 1))])),
+    )
+    numbers = draw(st.lists(st.integers(0, facts.world_size - 1), unique=True, max_size=8))
+    ranks = [
+        RankWindow(
+            rank,
+            draw(seconds),
+            TimeParts(tuple(draw(seconds) for _ in PARTS)),
+            draw(st.floats(-1, 1)),
+            draw(seconds),
+            draw(seconds),
+            draw(seconds),
+            draw(st.floats(0, 1)),
+            draw(st.none() | st.floats(0, 1)),
+            draw(st.dictionaries(st.integers(0, 5), st.builds(StageSeconds, seconds, seconds, seconds))),
+            draw(st.none() | st.integers(0, 3000)),
+        )
+        for rank in numbers
+    ]
+    lag = st.builds(
+        LagHistogram, st.lists(st.integers(0, 99), min_size=len(BOUNDS), max_size=len(BOUNDS)), seconds, seconds
+    )
+    late = st.builds(
+        Straggler,
+        st.integers(0, 8),
+        st.floats(0, 2),
+        st.sampled_from(["peers", "itself", "processor"]),
+        st.integers(0, 9),
+        st.sampled_from([None, "node0"]),
+    )
+    traffic = st.builds(
+        AxisTraffic, st.sampled_from(["all_reduce", "send"]), st.sampled_from(["dp", "tp"]), seconds, seconds, seconds
+    )
+    window = Window(
+        num_steps=draw(st.integers(0, 20)),
+        seconds=draw(seconds),
+        ranks={rank.rank: rank for rank in ranks},
+        parts=TimeParts(tuple(draw(seconds) for _ in PARTS)),
+        traffic=tuple(draw(st.lists(traffic, max_size=2))),
+        stragglers=tuple(draw(st.lists(late, max_size=2))),
+        lag=draw(st.none() | lag),
+        queue=draw(st.dictionaries(st.integers(0, 8), st.floats(0, 3))),
+    )
+    known = ranks_of(facts, num_cores=draw(st.integers(0, 4)), hosts=draw(st.integers(1, facts.world_size)))
+    told = draw(st.integers(0, facts.world_size))
+    return window, facts, {number: rank for number, rank in known.items() if number < told}
+
+
+@settings(max_examples=300, deadline=None)
+@given(any_window())
+def test_nothing_raises_and_gains_are_shares(given):
+    window, facts, ranks = given
+    every = found(window, facts, ranks)
+    assert window.num_steps >= 3 or every == []
+    for each in every:
+        assert each.kind in KINDS
+        assert each.gain is None or 0 <= each.gain < 1
+        assert each.message.endswith(".")
+        assert each.remedy.endswith(".")
+    kinds = [each.kind for each in every]
+    assert all(not set(HIDDEN_BY.get(kind, ())) & set(kinds) for kind in kinds)
+    assert find_bottlenecks(window, facts, ranks) is not None
+
+
+def test_values_are_accepted_by_the_configuration(tmp_path):
+    """What a rule advises can be written into the file."""
+    text = "parallel: {pp: 2}\npipeline: {microbatches: 8, layers_per_stage: [4, 4]}\ncomm: {bucket_size: 25 MiB}\n"
+    (tmp_path / "run.yaml").write_text(text + "model: {args: {layers: 8}}\noptimizer: {shard: true}\n")
+    config = load_config(tmp_path / "run.yaml", environ={})
+    assert config.comm.bucket_size == 25 * MIB
+    assert config.pipeline.layers_per_stage == (4, 4)
