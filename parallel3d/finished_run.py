@@ -13,20 +13,18 @@ from typing import Any, TypeVar
 
 import yaml
 
+from monitoring.report import Report, make_report
 from monitoring.time_parts import PARTS
 from parallel3d.measured import Measured
 from parallel3d.pipeline_view import pipeline_view
 from parallel3d.run_record import WARM_UP_STEPS, Status
-from runtime.errors import InvalidCall
+from runtime.errors import Coords, InvalidCall, name_rank
 
 KILLED = "killed"
 """The status of a run whose process is gone, but did not say so."""
 MOST_STEPS = 2000
 MOST_LOG_LINES = 1000
-_RANK_KEYS = (
-    "coords",
-    "host",
-    "device",
+_RANK_NUMBERS = (
     "parameters",
     "memory_bytes",
     "bubble",
@@ -82,12 +80,17 @@ class FinishedRun:
     @property
     def mesh(self) -> dict[str, int]:
         given = _objects(self.metrics.get("mesh")) or _objects(self.config.get("parallel"))
-        return {axis: size if type(size := given.get(axis)) is int else 1 for axis in ("dp", "tp", "pp")}
+        return {axis: max(1, size) if type(size := given.get(axis)) is int else 1 for axis in ("dp", "tp", "pp")}
+
+    @property
+    def num_warm_up(self) -> int:
+        """Steps that don't count for speed; one always counts."""
+        return max(0, min(WARM_UP_STEPS, len(self.steps) - 1))
 
     @property
     def counted(self) -> list[Json]:
         """Steps that say how fast the run is."""
-        return self.steps[max(0, min(WARM_UP_STEPS, len(self.steps) - 1)) :]
+        return self.steps[self.num_warm_up :]
 
     @property
     def bottlenecks(self) -> list[Json]:
@@ -114,14 +117,20 @@ class FinishedRun:
             "final_loss": self.steps[-1]["loss"] if self.steps else None,
         }
 
-    def pipeline(self) -> Json | None:
-        """The last step's, of a pipeline of more than one stage."""
-        if self.mesh["pp"] == 1:
-            return None
+    def last_step(self) -> tuple[int, Measured] | None:
+        """The last step's number and its pipeline, where that has more than one stage."""
         with suppress(InvalidCall):
-            step, measured = Measured.last_of_run(self.folder)
-            return pipeline_view(step, str(self.setting("pipeline", "schedule") or "run"), measured)
+            return Measured.last_of_run(self.folder) if self.mesh["pp"] > 1 else None
         return None
+
+    def pipeline(self) -> Json | None:
+        """The last step's, planned and measured."""
+        found = self.last_step()
+        return None if found is None else pipeline_view(found[0], self.schedule, found[1])
+
+    @property
+    def schedule(self) -> str:
+        return str(self.setting("pipeline", "schedule") or "run")
 
     def facts(self) -> Json:
         """The `run` of its snapshot."""
@@ -134,7 +143,7 @@ class FinishedRun:
             "world_size": math.prod(mesh.values()),
             "mesh": mesh,
             "model": self.setting("model", "factory"),
-            "parameters": self.metrics.get("parameters"),
+            "parameters": _number(self.metrics.get("parameters")),
             "schedule": self.setting("pipeline", "schedule"),
             "microbatches": self.setting("pipeline", "microbatches"),
             "steps": self.setting("train", "steps"),
@@ -151,6 +160,25 @@ class FinishedRun:
             "pipeline": self.pipeline(),
             "log": self.log,
         }
+
+    def report(self) -> Report:
+        """What it comes to."""
+        budget = self.setting("memory", "budget")
+        bandwidths = _objects(self.metrics.get("ddp_metrics")).get("allreduce_bandwidth_gbps")
+        return make_report(
+            self.snapshot(),
+            [step["seconds"] for step in self.counted if step["seconds"] is not None],
+            self.num_warm_up,
+            bandwidths if isinstance(bandwidths, list) else (),
+            budget if type(budget) is int and budget > 0 else None,
+            was_watched=bool(self.bottlenecks) or "bottlenecks" in self.metrics,
+        )
+
+
+def rank_name(rank: Mapping[str, Any]) -> str:
+    """Of an entry of a snapshot's ranks."""
+    coords = rank["coords"]
+    return name_rank(rank["rank"], None if coords is None else Coords(**coords))
 
 
 def thinned(rows: list[T], most: int) -> list[T]:
@@ -238,13 +266,22 @@ def _steps_of_metrics(metrics: Json) -> Iterator[Json]:
 
 
 def _rank(row: Json) -> Json:
-    number = row.get("rank")
-    seconds = row.get("seconds")
+    number, seconds = row.get("rank"), row.get("seconds")
     return {
         "rank": number if type(number) is int else -1,
-        **{key: row.get(key) for key in _RANK_KEYS},
+        "coords": _coords(row.get("coords")),
+        **{key: value if isinstance(value := row.get(key), str) else None for key in ("host", "device")},
+        **{key: _number(row.get(key)) for key in _RANK_NUMBERS},
         "seconds": _parts(seconds) if isinstance(seconds, dict) else None,
     }
+
+
+def _coords(value: Any) -> dict[str, int] | None:
+    match value:
+        case {"dp": int(dp), "tp": int(tp), "pp": int(pp)}:
+            return {"dp": dp, "tp": tp, "pp": pp}
+        case _:
+            return None
 
 
 def _parts(seconds: Mapping[str, Any]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from runtime.errors import ConfigError, Parallel3DError
 from runtime.launch_spec import WarmServer
 
 EXIT_ERROR, EXIT_BAD_CONFIG, EXIT_INTERRUPTED = 1, 3, 130
-VERBS = ("run", "launch", "validate", "schema", "schedule", "simulate", "shards", "bench", "verify", "view")
+VERBS = ("run", "launch", "validate", "schema", "schedule", "simulate", "shards", "bench", "report", "verify", "view")
 
 
 def main() -> None:
