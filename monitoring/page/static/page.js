@@ -64,6 +64,7 @@ class Page {
     for (const chart of this.charts) chart.draw();
     this.mesh.draw(run, ranks);
     this.bottlenecks.draw(bottlenecks ?? [], run, this.steps.size);
+    byId("pipeline-panel").hidden = run.mesh?.pp === 1;
     this.pipeline.draw(pipeline);
     this.log.draw();
     this.#values();
@@ -132,6 +133,7 @@ function follow(page, lastId) {
   on("end", () => {
     stream.close();
     say("ended");
+    byId("connection").title = "The run's server has closed; parallel3d view shows its folder.";
   });
   stream.addEventListener("error", () => {
     say("connection lost, trying again", true);
