@@ -35,7 +35,8 @@ class What(IntEnum):
     REDUCE_GRAD = 10
     """Handing a stage's gradients over to be reduced."""
     REDUCE = 11
-    """From a rank's last action to the end of the gradients' reduction."""
+    """From a rank's last action to the end of the gradients' reduction; and before its first action, where replicas
+    tell each other how much their parts of the batch count."""
     MEET = 12
     """Waiting for all ranks of the mesh, which tell each other the norm and the loss."""
     OPTIMIZER = 13

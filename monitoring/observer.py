@@ -21,11 +21,11 @@ from monitoring.facts import Place, RankFacts, RunFacts
 from monitoring.loop_lag import LagHistogram
 from monitoring.observations import Bottleneck, StepTimes, Straggler, ToldStep, Window
 from monitoring.recent_lag import RecentLag
-from monitoring.stragglers import WARM_UP, StragglerDetector
+from monitoring.stragglers import StragglerDetector
 from monitoring.summary import summarize
 from monitoring.time_parts import TimeParts
 from monitoring.timeline import Timeline
-from monitoring.totals import RankTotals
+from monitoring.totals import WARM_UP, RankTotals
 from monitoring.traffic import CallTotals, Traffic, Where
 from monitoring.window import LatestSteps
 
@@ -138,6 +138,12 @@ class Observer:
             for callback in self.on_change:
                 callback(kind, payload)
 
+    def note(self, record: Mapping[str, Any]) -> None:
+        """A log line of the run's own, not of a rank."""
+        self.logs.append(dict(record))
+        self._news.append(("log", dict(record)))
+        self._tell()
+
     # What follows from it.
 
     @property
@@ -241,8 +247,7 @@ class Observer:
             self._take_whole_step(step)
 
     def _take_memory(self, rank: int, message: Mapping[str, Any]) -> None:
-        kinds = message.get("kinds", {})
-        found = {text(kind): count(size) for kind, size in kinds.items()}
+        found = {text(kind): count(size) for kind, size in dict(message.get("kinds", {})).items()}
         self.memory[rank] = {"process": count(message["bytes"]), **found}
         self.peak_memory[rank] = max(self.memory[rank]["process"], self.peak_memory.get(rank, 0))
 

@@ -97,6 +97,11 @@ class Recorder:
             self._taken = end
             return Batch(data, self._dropped)
 
+    @property
+    def dropped(self) -> int:
+        """Events that nobody took in time, as far as it was noticed."""
+        return self._dropped
+
     def latest(self) -> bytes:
         """The latest events, whether they were taken or not: as many as the ring holds."""
         with self._lock:

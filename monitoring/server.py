@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
 from monitoring.endpoint import Endpoint
-from monitoring.guard import Guard
+from monitoring.guard import Guard, Handler
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 RENDER_SECONDS = 0.5
@@ -57,13 +57,15 @@ def make_app(
 
     app.add_routes([web.get("/metrics", metrics), web.get("/healthz", health), *routes])
     if targets is not None:
-        told = targets
-
-        async def discovery(_: web.Request) -> web.Response:
-            return web.json_response(told())
-
-        app.router.add_get("/sd", discovery)
+        app.router.add_get("/sd", _discovery(targets))
     return app
+
+
+def _discovery(targets: Targets) -> Handler:
+    async def discovery(_: web.Request) -> web.Response:
+        return web.json_response(targets())
+
+    return discovery
 
 
 async def serve(app: web.Application, endpoint: Endpoint) -> web.AppRunner:

@@ -4,17 +4,14 @@ for it."""
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
-import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from monitoring.background import BackgroundLoop
 from monitoring.endpoint import Endpoint
 from monitoring.events import RECORD_BYTES
+from monitoring.service import Service, complain
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -26,7 +23,6 @@ MOST_BYTES = 32 << 20
 _MESSAGE_BYTES = 512  # of one without events, about
 _PAUSE = 0.05  # seconds: messages that come meanwhile are taken together
 _AT_ONCE = 64  # messages, then whoever asks is answered
-_CLOSE_SECONDS = 5.0
 
 Message = Mapping[str, Any]
 MakeApp = Callable[["Station"], "web.Application"]
@@ -90,25 +86,25 @@ class Station:
 
     def __init__(
         self,
-        observer: Observes,
+        *observers: Observes,
         endpoint: Endpoint | None = None,
         make_app: MakeApp | None = None,
         inbox: Inbox | None = None,
     ) -> None:
-        """make_app: what the endpoint answers; called in the station's thread, which imports what that takes."""
-        self.observer, self.endpoint = observer, endpoint
+        """observers: each is given every message, in their order. make_app: what the endpoint answers; called in the
+        station's thread, before the first message is given to anybody."""
+        self._observers = observers
         self.status, self.error = "running", ""
         self.inbox = inbox or Inbox()
         self.failures = 0
-        """Of the observer: bugs of ours, which must not end a run."""
+        """Of observers: bugs of ours, which must not end a run."""
         self.on_status: list[Callable[[str, str], None]] = []
         """Called in the station's thread."""
         self.on_close: list[Callable[[], None]] = []
         """The same, before the server ends: whoever is being told of the run hears the last of it."""
-        self._background = BackgroundLoop("parallel3d-station")
-        self._serving: Future[web.AppRunner | None] | None = None
-        if endpoint is not None and make_app is not None:
-            self._serving = self._background.run(self._serve(make_app, endpoint))
+        served = endpoint if make_app is not None else None
+        self._service = Service("parallel3d-station", served, lambda: _app(make_app, self), self.on_close)
+        self._background = self._service.background
 
     def take(self, rank: int, message: Message) -> None:
         """A rank's message; never waits, and never raises."""
@@ -125,7 +121,7 @@ class Station:
             self._attempt(tell, status, error)
 
     async def settle(self, then: Callable[[], T]) -> T:
-        """Call something in the station's thread, once all that was taken before is with the observer."""
+        """Call something in the station's thread, once all that was taken before is with the observers."""
         return await asyncio.wrap_future(self._background.run(self._settled(then)))
 
     async def _settled(self, then: Callable[[], T]) -> T:
@@ -137,35 +133,13 @@ class Station:
 
     async def close(self) -> None:
         """Answer nobody any more, and end the thread. What has not been taken in by now is left."""
-        await asyncio.shield(asyncio.to_thread(self.close_now))
+        await self._service.close()
 
     def close_now(self) -> None:
         """The same, for those without an event loop; waits some seconds at most."""
-        try:
-            self._background.run(self._stop_serving()).result(_CLOSE_SECONDS)
-        except Exception:
-            self._complain()
-        if self.endpoint is not None:
-            self.endpoint.close()
-        self._background.stop(_CLOSE_SECONDS)
+        self._service.close_now()
 
     # In the thread.
-
-    async def _serve(self, make_app: MakeApp, endpoint: Endpoint) -> web.AppRunner | None:
-        try:
-            from monitoring.server import serve  # aiohttp takes a third of a second
-
-            return await serve(make_app(self), endpoint)
-        except Exception:
-            self._complain()
-            return None
-
-    async def _stop_serving(self) -> None:
-        runner = await asyncio.wrap_future(self._serving) if self._serving is not None else None
-        for end in self.on_close:
-            self._attempt(end)
-        if runner is not None:
-            await runner.cleanup()
 
     def _drain(self) -> None:
         if self._hand_over():
@@ -175,7 +149,8 @@ class Station:
         """Whether there were as many as are taken at a time, so that there may be more."""
         taken = self.inbox.get(_AT_ONCE)
         for rank, message in taken:
-            self._attempt(self.observer.take, rank, message)
+            for observer in self._observers:
+                self._attempt(observer.take, rank, message)
         return len(taken) == _AT_ONCE
 
     def _attempt(self, function: Callable[..., object], *args: Any) -> None:
@@ -184,8 +159,9 @@ class Station:
         except Exception:
             self.failures += 1
             if self.failures == 1:  # one is enough to find the bug by, and more would bury the run's own output
-                self._complain()
+                complain()
 
-    def _complain(self) -> None:
-        print("parallel3d: watching the run failed; the run itself goes on.", file=sys.stderr)
-        traceback.print_exc()
+
+def _app(make_app: MakeApp | None, station: Station) -> web.Application:
+    assert make_app is not None
+    return make_app(station)

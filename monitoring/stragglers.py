@@ -22,9 +22,8 @@ from statistics import median
 
 from monitoring.facts import RankFacts
 from monitoring.observations import RankStep, StepTimes, Straggler
+from monitoring.totals import WARM_UP
 
-WARM_UP = 2
-"""Steps that are slow everywhere, by different amounts."""
 SLOW, FAST = 0.67, 0.8
 """Between the two nothing changes, so that a rank is not named and cleared in turn."""
 IN_A_ROW = 3

@@ -39,7 +39,7 @@ def _of_rank(observer: Observer, rank: int, totals: RankTotals | None) -> dict[s
         found |= {
             "steps": counted.num_steps,
             "seconds": counted.parts.to_json(),
-            "step_seconds": counted.seconds,
+            "total_seconds": counted.seconds,
             "remainder_seconds": counted.remainder,
             "compute_cpu_seconds": counted.compute_cpu,
             "core_wait_seconds": counted.core_wait,

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from monitoring.observations import RankStep
 from monitoring.time_parts import NO_TIME, TimeParts
 
+WARM_UP = 2
+"""Steps that load what torch loads late, and the second still grows its buffers; so they say nothing of speed."""
+
 
 @dataclass(slots=True)
 class StepSums:

@@ -10,10 +10,13 @@ from monitoring.bottlenecks import Planner, find_bottlenecks
 from monitoring.endpoint import Endpoint
 from monitoring.facts import RunFacts
 from monitoring.observer import Observer
+from monitoring.scrape_targets import ScrapeTargets
 from monitoring.station import Station
 
 if TYPE_CHECKING:
     from aiohttp import web
+
+    from monitoring.server import Targets
 
 Routes = Callable[[Station, Observer], "list[web.RouteDef]"]
 """What is mounted beside /metrics, behind the token. Called once, in the station's thread."""
@@ -21,17 +24,28 @@ _BROKEN = ("failed", "hung")
 
 
 def open_station(
-    facts: RunFacts, endpoint: Endpoint | None, planner: Planner | None = None, routes: Routes | None = None
+    facts: RunFacts,
+    endpoint: Endpoint | None,
+    planner: Planner | None = None,
+    routes: Routes | None = None,
+    lists_ranks: bool = False,
 ) -> tuple[Station, Observer]:
-    """Observes from now on, and answers on the endpoint until it is closed. The observer is the station's thread's."""
+    """Observes from now on, and answers on the endpoint until it is closed. The observer is the station's thread's.
+
+    lists_ranks: whether ranks have endpoints of their own, which /sd tells.
+    """
     observer = Observer(facts, planner, find=find_bottlenecks)
-    return Station(observer, endpoint, partial(_make_app, observer, routes)), observer
+    targets = ScrapeTargets(observer)
+    make_app = partial(_make_app, endpoint, observer, targets.listed if lists_ranks else None, routes)
+    return Station(observer, targets, endpoint=endpoint, make_app=make_app), observer
 
 
-def _make_app(observer: Observer, routes: Routes | None, station: Station) -> web.Application:
+def _make_app(
+    endpoint: Endpoint | None, observer: Observer, targets: Targets | None, routes: Routes | None, station: Station
+) -> web.Application:
     from monitoring.metrics import RunMetrics  # here, so that the run does not wait for them
     from monitoring.server import make_app
 
-    assert station.endpoint is not None
+    assert endpoint is not None
     metrics = RunMetrics(observer, station.inbox.lost_events, lambda: station.status in _BROKEN)
-    return make_app(station.endpoint, metrics, routes(station, observer) if routes is not None else ())
+    return make_app(endpoint, metrics, routes(station, observer) if routes is not None else (), targets)

@@ -245,11 +245,12 @@ def _lines(path: Path) -> Iterator[Json]:
 
 
 def _note_bottleneck(run: FinishedRun, line: Json) -> None:
-    """`bottleneck` is the whole of it."""
-    found = _objects(line.get("bottleneck"))
+    """The line's own kind is `bottleneck`, and so is the name of its kind."""
+    own = ("time", "kind", "state", "bottleneck")
+    found = {"kind": line.get("bottleneck"), **{key: value for key, value in line.items() if key not in own}}
     which = json.dumps([found.get(key) for key in ("kind", "rank", "host", "axis")])
     run.found.pop(which, None)
-    if found and line.get("state") != "gone":
+    if line.get("state") != "gone":
         run.found[which] = found
 
 

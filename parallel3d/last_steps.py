@@ -21,8 +21,9 @@ KEPT = 3
 class LastSteps:
     """Of one rank. Without a recorder there is nothing to tell."""
 
-    def __init__(self, mesh: Mesh, recorder: Recorder | None, num_steps: int = KEPT) -> None:
+    def __init__(self, mesh: Mesh, recorder: Recorder | None) -> None:
         self._mesh, self._recorder = mesh, recorder
+        num_steps = KEPT if mesh.config is None else getattr(mesh.config.monitoring, "trace_steps", KEPT)
         self._facts: deque[tuple[int, dict[str, Any]]] = deque(maxlen=num_steps)
 
     def add(self, step: TrainStep) -> None:

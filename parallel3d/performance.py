@@ -126,6 +126,8 @@ class Performance:
         self.parameters = parameters
         """Numbers that this rank trains."""
         self.num_steps = 0
+        self.total = NO_TIME
+        """Where the time of all steps went, the first ones included."""
         self._steps: deque[_Times] = deque(maxlen=_LATEST)
 
     def add(self, step: TrainStep) -> None:
@@ -134,7 +136,9 @@ class Performance:
             self._steps.clear()
         self.num_steps += 1
         seconds = step.seconds + step.data_seconds
-        self._steps.append(_Times(seconds, step.tokens, step.bubble, step.parts(seconds)))
+        parts = step.parts(seconds)
+        self.total += parts
+        self._steps.append(_Times(seconds, step.tokens, step.bubble, parts))
 
     @property
     def tokens_per_second(self) -> float:

@@ -79,7 +79,7 @@ class PipelinePlanner:
         table = self.table(self.schedule, self.microbatches, None if is_csv(self.schedule) else self.virtual_stages)
         if table is None or window.seconds <= 0:
             return None
-        rows = _stage_rows(window, table.stages)
+        rows = _stage_rows(window, table)
         return None if rows is None else PipelinePlan(self, table, rows, window)
 
     def table(self, schedule: str, microbatches: int, virtual_stages: int | None) -> Table | None:
@@ -103,10 +103,10 @@ def _layers(config: RunConfig) -> tuple[int, ...]:
     return even_cut(config.model.args.layers, config.num_stages)
 
 
-def _stage_rows(window: Window, stages: int) -> StageRows | None:
+def _stage_rows(window: Window, table: Table) -> StageRows | None:
     """What each stage took: the mean of the ranks that have it, with their tensor-parallel exchanges."""
     rows: list[tuple[float, float, float]] = []
-    for stage in range(stages):
+    for stage in range(table.stages):
         found = [(_with_exchanges(rank), rank.stages[stage]) for rank in window.ranks.values() if stage in rank.stages]
         if not found or not any(seconds.total for _, seconds in found):
             return None
@@ -118,8 +118,8 @@ def _stage_rows(window: Window, stages: int) -> StageRows | None:
             )
         )
     forward, backward, weight = zip(*rows, strict=True)
-    if not any(weight):  # no backward is split: taken as half for the input, half for the weights
-        backward = weight = tuple(seconds / 2 for seconds in backward)
+    if not table.splits_backward:  # taken as half for the input, half for the weights
+        backward = weight = tuple((whole + part) / 2 for whole, part in zip(backward, weight, strict=True))
     return StageRows(forward, backward, weight)
 
 

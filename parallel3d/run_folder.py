@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+from monitoring.checks import or_null
 from monitoring.trace import Span, chrome_trace, to_bytes
 from parallel3d.cli.json_lines import dump
 from parallel3d.config.errors import ConfigProblems, Place, Problem, show
@@ -101,19 +102,24 @@ class RunFolder:
 
     # While it runs.
 
-    def event(self, kind: str, **fields: object) -> None:
-        """Append a line to `events.jsonl`; never waits."""
-        line = json.dumps({"time": round(time.time(), 6), "kind": kind, **fields}, default=repr) + "\n"
+    def event(self, kind: str, /, **fields: object) -> None:
+        """Append a line to `events.jsonl`; never waits. From any thread."""
+        line = _as_line({"time": round(time.time(), 6), "kind": kind} | fields | {"kind": kind})
         self._thread.submit(self._append, line.encode())
 
     def note(self, kind: str, payload: Any) -> None:
-        """What an observer has found, from any thread: `parts` of a step, bottlenecks that came and went, log lines."""
+        """What an observer has found, from any thread: `parts` of a step, log lines, and which ranks are slow and what
+        else costs time, as it comes and goes."""
         match kind:
             case "parts" | "log":
                 self.event(kind, **payload)
+            case "stragglers":
+                for each in payload:
+                    self.event("straggler", **each)
             case "bottlenecks":
                 for each in payload:
-                    self.event("bottleneck", bottleneck=each["kind"], **{k: v for k, v in each.items() if k != "kind"})
+                    what = {name: value for name, value in each.items() if name != "state"}
+                    self.event("bottleneck", state=each["state"], bottleneck=what)
 
     def _append(self, line: bytes) -> None:
         try:
@@ -124,8 +130,15 @@ class RunFolder:
 
     # When it has ended.
 
-    async def complete(self, record: RunRecord, spans: Mapping[int, list[Span]] | None = None) -> None:
-        """Write what a run leaves. `spans`: of each rank; None: what ranks have left in this folder."""
+    async def complete(
+        self,
+        record: RunRecord,
+        spans: Mapping[int, list[Span]] | None = None,
+        observed: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write what a run leaves. `spans`: of each rank; None: what ranks have left in this folder. `observed`: the
+        summary of the run's observer; None: what the record has."""
+        record.observed = record.observed if observed is None else observed
         ending = self._thread.submit(self._complete, record, spans)
         self._thread.stop()
         await asyncio.shield(asyncio.wrap_future(ending))
@@ -146,6 +159,21 @@ class RunFolder:
     def metrics(self, record: RunRecord) -> dict[str, Any]:
         """The content of `metrics.json`."""
         return {"run_id": self.run_id, "run_dir": str(self.path), **record.metrics()}
+
+
+def _as_line(fields: dict[str, object]) -> str:
+    try:
+        return json.dumps(fields, default=repr, allow_nan=False) + "\n"
+    except ValueError:  # JSON has no NaN, but a user's log record may
+        return json.dumps(_without_nan(fields), default=repr) + "\n"
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(each) for each in value]
+    return or_null(value) if isinstance(value, float) else value
 
 
 def _elsewhere(config: RunConfig) -> RunConfig:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from monitoring.checks import number, or_null, text, whole_number
 from monitoring.device_peaks import peak_flops
 from monitoring.time_parts import NO_TIME, TimeParts
+from monitoring.totals import WARM_UP
 from parallel3d.config import RunConfig
 from runtime.errors import Coords, name_rank
-
-WARM_UP_STEPS = 2
-"""They load what torch loads late, and the second still grows its buffers; so they say nothing of speed."""
 
 
 class Status(StrEnum):
@@ -81,18 +79,9 @@ class RunError:
 
 @dataclass(slots=True)
 class RankTotals:
-    """What one rank told, added up."""
+    """What one rank told of itself."""
 
     coords: Coords | None = None
-    num_steps: int = 0
-    counted: TimeParts = NO_TIME
-    """Of all steps but the first ones."""
-    last: TimeParts = NO_TIME
-    """Of the latest step."""
-    bubble: float = 0.0
-    """Of the latest step."""
-    bubbles: float = 0.0
-    """Of all steps but the first ones, added up."""
     memory: int | None = None
     """Bytes, the most that was seen."""
     device: str = "cpu"
@@ -101,14 +90,13 @@ class RankTotals:
 
     def to_wire(self) -> dict[str, Any]:
         """Plain values, so that JSON can carry it."""
-        return asdict(self) | {"counted": list(self.counted.seconds), "last": list(self.last.seconds)}
+        return asdict(self)
 
     @staticmethod
     def from_wire(fields: Mapping[str, Any]) -> RankTotals:
         """What `to_wire` wrote, of a rank that is one of ours."""
-        times = {name: TimeParts.from_wire(fields[name]) for name in ("counted", "last")}
         coords = Coords(*fields["coords"]) if fields["coords"] is not None else None
-        return RankTotals(**{**fields, **times, "coords": coords})
+        return RankTotals(**{**fields, "coords": coords})
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +120,10 @@ class RunRecord:
     bandwidths: list[float] = field(default_factory=list)
     """Of the gradients' all-reduce, in 10^9 bytes a second, one for each step that had one."""
     ranks: dict[int, RankTotals] = field(default_factory=dict)
+    observed: Mapping[str, Any] = field(default_factory=dict)
+    """What the run's observer made of its ranks' events, as `Observer.summary` gives it; empty before the end, and
+    where nobody looked."""
     malformed: int = 0
-    observed: dict[str, Any] = field(default_factory=dict)
-    """What its observer has found, once all ranks have ended; empty where nobody looked."""
 
     def take(self, rank: int, message: Mapping[str, Any]) -> RunStep | None:
         """One message; a step once rank 0 has told of it."""
@@ -147,37 +136,28 @@ class RunRecord:
     def _take(self, rank: int, message: Mapping[str, Any]) -> RunStep | None:
         match message["kind"]:
             case "mesh":
-                self._rank(rank).coords = Coords(*map(_int, message["coords"]))
+                self._rank(rank).coords = Coords(*map(whole_number, message["coords"]))
             case "ready":
-                self._rank(rank).device = _text(message["device"])
-                self._rank(rank).parameters = _int(message["parameters"])
+                self._rank(rank).device = text(message["device"])
+                self._rank(rank).parameters = whole_number(message["parameters"])
             case "memory":
-                self._rank(rank).memory = max(_int(message["bytes"]), self._rank(rank).memory or 0)
-            case "step":
-                return self._take_step(rank, message)
+                self._rank(rank).memory = max(whole_number(message["bytes"]), self._rank(rank).memory or 0)
+            case "step" if rank == 0:
+                return self._take_step(message)
         return None
 
-    def _take_step(self, rank: int, message: Mapping[str, Any]) -> RunStep | None:
-        parts, bubble = TimeParts.from_wire(message["parts"]), _float(message["bubble"])
-        step = None
-        if rank == 0:
-            step = RunStep(
-                step=_int(message["step"]),
-                loss=_float(message["loss"]),
-                grad_norm=_float(message["grad_norm"]),
-                learning_rate=_float(message["learning_rate"]),
-                tokens=_int(message["tokens"]),
-                seconds=_float(message["seconds"]),
-            )
-            bandwidth = message["bandwidth"]
-            self.bandwidths += [] if bandwidth is None else [_float(bandwidth)]
-            self.steps.append(step)
-        totals = self._rank(rank)
-        totals.num_steps += 1
-        if totals.num_steps > WARM_UP_STEPS:
-            totals.counted += parts
-            totals.bubbles += bubble
-        totals.last, totals.bubble = parts, bubble
+    def _take_step(self, message: Mapping[str, Any]) -> RunStep:
+        step = RunStep(
+            step=whole_number(message["step"]),
+            loss=number(message["loss"]),
+            grad_norm=number(message["grad_norm"]),
+            learning_rate=number(message["learning_rate"]),
+            tokens=whole_number(message["tokens"]),
+            seconds=number(message["seconds"]),
+        )
+        bandwidth = message["bandwidth"]
+        self.bandwidths += [] if bandwidth is None else [number(bandwidth)]
+        self.steps.append(step)
         return step
 
     def _rank(self, rank: int) -> RankTotals:
@@ -188,7 +168,7 @@ class RunRecord:
     @property
     def num_warm_up(self) -> int:
         """Steps that don't count for speed; one always counts."""
-        return max(0, min(WARM_UP_STEPS, len(self.steps) - 1))
+        return max(0, min(WARM_UP, len(self.steps) - 1))
 
     @property
     def counted(self) -> Sequence[RunStep]:
@@ -201,15 +181,19 @@ class RunRecord:
         seconds = sum(step.seconds for step in self.counted)
         return sum(step.tokens for step in self.counted) / seconds if seconds > 0 else 0.0
 
+    def observed_of(self, rank: int) -> Mapping[str, Any]:
+        """What was found of a rank; empty where nothing was."""
+        found: Mapping[str, Any] = self.observed.get("ranks", {}).get(rank, {})
+        return found
+
+    @property
+    def told(self) -> list[int]:
+        """The ranks of which a step's parts are known."""
+        return [rank for rank in sorted(self.ranks) if self.observed_of(rank).get("steps")]
+
     def parts(self, rank: int) -> TimeParts:
         """Where a rank's time went in the counted steps."""
-        totals = self.ranks[rank]
-        return totals.counted if totals.num_steps > WARM_UP_STEPS else totals.last
-
-    def mean_bubble(self) -> float | None:
-        """Of the latest step, over all ranks that have told; None before."""
-        told = [totals.bubble for totals in self.ranks.values() if totals.num_steps]
-        return sum(told) / len(told) if told else None
+        return TimeParts.of(self.observed_of(rank).get("seconds", {}))
 
     def memory(self) -> int | None:
         """All ranks' most, added up; None before any has told."""
@@ -242,60 +226,51 @@ class RunRecord:
             "warm_up_steps": self.num_warm_up,
             "tokens_per_sec": self.tokens_per_second,
             "mfu": self.mfu(self.tokens_per_second),
-            "final_loss": _finite(self.steps[-1].loss) if self.steps else None,
-            "losses": [_finite(step.loss) for step in self.steps],
-            "grad_norms": [_finite(step.grad_norm) for step in self.steps],
+            "final_loss": or_null(self.steps[-1].loss) if self.steps else None,
+            "losses": [or_null(step.loss) for step in self.steps],
+            "grad_norms": [or_null(step.grad_norm) for step in self.steps],
             "learning_rates": [step.learning_rate for step in self.steps],
             "step_seconds": [step.seconds for step in self.steps],
             "ddp_metrics": {"allreduce_bandwidth_gbps": self.bandwidths},
+            **_RUN_UNOBSERVED,
+            **{name: value for name, value in self.observed.items() if name != "ranks"},
             "ranks": [self.metrics_of(rank) for rank in sorted(self.ranks)],
         }
 
     def metrics_of(self, rank: int) -> dict[str, Any]:
         """One entry of `ranks`."""
         totals = self.ranks[rank]
-        counted = totals.num_steps - WARM_UP_STEPS
         return {
             "rank": rank,
             "coords": totals.coords._asdict() if totals.coords is not None else None,
             "device": totals.device,
             "parameters": totals.parameters,
+            **_RANK_UNOBSERVED,
+            **self.observed_of(rank),
             "memory_bytes": totals.memory,
-            "bubble": totals.bubbles / counted if counted > 0 else totals.bubble,
-            "seconds": self.parts(rank).to_json(),
         }
+
+
+_RUN_UNOBSERVED = {"parts": NO_TIME.to_json(), "bottlenecks": [], "stragglers": []}
+_RANK_UNOBSERVED = {
+    "steps": 0,
+    "bubble": 0.0,
+    "straggler_score": None,
+    "seconds": NO_TIME.to_json(),
+    "remainder_seconds": 0.0,
+    "compute_cpu_seconds": 0.0,
+    "core_wait_seconds": 0.0,
+}
+"""What `metrics.json` has where nobody watched, or no step was made."""
 
 
 def step_event(step: RunStep) -> dict[str, Any]:
     """The fields of a step in `events.jsonl`."""
     return {
         "step": step.step,
-        "loss": _finite(step.loss),
-        "grad_norm": _finite(step.grad_norm),
+        "loss": or_null(step.loss),
+        "grad_norm": or_null(step.grad_norm),
         "learning_rate": step.learning_rate,
         "tokens": step.tokens,
         "seconds": step.seconds,
     }
-
-
-def _finite(value: float) -> float | None:
-    """JSON has no NaN."""
-    return value if math.isfinite(value) else None
-
-
-def _int(value: Any) -> int:
-    if type(value) is not int:
-        raise ValueError(f"{value!r} is no whole number")
-    return value
-
-
-def _float(value: Any) -> float:
-    if type(value) not in (int, float):
-        raise ValueError(f"{value!r} is no number")
-    return float(value)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no text")
-    return value[:200]

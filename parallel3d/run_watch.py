@@ -13,8 +13,10 @@ from monitoring.facts import RunFacts
 from monitoring.watch import open_station
 from parallel3d import __version__
 from parallel3d.config import RunConfig
+from parallel3d.pipeline_advice import PipelinePlanner
 from parallel3d.run_endpoint import endpoints
 from parallel3d.run_folder import RunFolder
+from parallel3d.run_log import RunLog
 from parallel3d.run_record import ModelFacts, RunRecord
 
 if TYPE_CHECKING:
@@ -32,13 +34,23 @@ class RunWatch:
 
     def __init__(self, record: RunRecord, folder: RunFolder, endpoint: Endpoint | None) -> None:
         facts = run_facts(record.config, record.facts, folder.run_id)
-        self._station, self._observer = open_station(facts, endpoint, routes=_page)
+        planner, lists_ranks = PipelinePlanner.of_config(record.config), record.config.monitoring.per_rank
+        self._station, self._observer = open_station(facts, endpoint, planner, _page, lists_ranks)
         self._observer.on_change.append(folder.note)
+        log = RunLog(self._observer)
+        self._observer.on_change.append(log.note)
+        self._station.on_status.append(log.note_status)
+        self._station.set_status(record.status)
         self._record, self._folder = record, folder
 
     def take(self, rank: int, message: Mapping[str, Any]) -> None:
         """A rank's message; never waits."""
         self._station.take(rank, message)
+
+    @property
+    def bubble(self) -> float | None:
+        """Of the latest step of which it is known."""
+        return self._observer.bubble
 
     async def settle(self) -> None:
         """The record then has all that was observed, and the page how the run ended."""

@@ -44,6 +44,11 @@ def step_line(step: int) -> dict[str, Any]:
     return {"time": STARTED + 1 + step, "kind": "step", **line, "seconds": seconds}
 
 
+def bottleneck_line(state: str, found: dict[str, Any]) -> dict[str, Any]:
+    own = {"time": STARTED + 5, "kind": "bottleneck", "bottleneck": found["kind"], "state": state}
+    return {**found, **own}
+
+
 def events(num_steps: int = 5, *, ended: bool = True) -> list[dict[str, Any]]:
     """The lines of a run of two stages in two replicas."""
     lines: list[dict[str, Any]] = [{"time": STARTED, "kind": "started", "run_id": RUN_ID, "world_size": 4, "pid": 1}]
@@ -51,10 +56,8 @@ def events(num_steps: int = 5, *, ended: bool = True) -> list[dict[str, Any]]:
         seconds = step_line(step)["seconds"]
         parts = {"step": step, "seconds": seconds, "parts": parts_of(seconds), "stragglers": []}
         lines += [step_line(step), {"time": STARTED + 1 + step, "kind": "parts", **parts}]
-    found = {"time": STARTED + 5, "kind": "bottleneck"}
     gone = BOTTLENECK | {"kind": "data_starved"}
-    lines += [{**found, "state": "found", "bottleneck": each} for each in (gone, BOTTLENECK)]
-    lines.append({**found, "state": "gone", "bottleneck": gone})
+    lines += [bottleneck_line(*each) for each in (("found", gone), ("found", BOTTLENECK), ("gone", gone))]
     said = {"level": "warning", "event": "disk is slow", "rank": 1, "coords": "dp=0 tp=0 pp=1", "step": 3}
     lines.append({"time": STARTED + 6, "kind": "log", **said})
     return lines + (

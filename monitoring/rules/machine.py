@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from monitoring.facts import RankFacts
 from monitoring.observations import Bottleneck, Severity, Straggler
 from monitoring.rules.levels import severity_of
-from monitoring.rules.view import View, duration, percent, saved
+from monitoring.rules.view import WORTH_IT, View, duration, percent, saved
 
 _LEAST_LAGS = 20  # timers, about a second of one rank: fewer have no 99th percentile
 
@@ -57,15 +57,14 @@ def _fitting(view: View, axis: str, cores: int) -> str | None:
 
 
 def stragglers(view: View) -> Iterator[Bottleneck]:
-    """One for each rank that the detector has named; one for a host of which all are."""
-    by_host: dict[str, list[Straggler]] = {}
+    """One for each rank that the detector has named and that others wait for; one for a host of which all are slow."""
+    together: dict[str | int, list[Straggler]] = {}
     for each in view.window.stragglers:
-        if each.host is None:
-            yield _straggler(view, [each])
-        else:
-            by_host.setdefault(each.host, []).append(each)
-    for those in by_host.values():
-        yield _straggler(view, those)
+        together.setdefault(each.rank if each.host is None else each.host, []).append(each)
+    for those in together.values():
+        gain = max(straggling(view, each) for each in those)
+        if gain > WORTH_IT:
+            yield _straggler(view, those, gain)
 
 
 _COMPARED = {
@@ -75,7 +74,7 @@ _COMPARED = {
 }
 
 
-def _straggler(view: View, those: list[Straggler]) -> Bottleneck:
+def _straggler(view: View, those: list[Straggler], gain: float) -> Bottleneck:
     worst = min(those, key=lambda each: each.score)
     rank, host = (None, worst.host) if worst.host is not None else (worst.rank, None)
     who = f"All ranks of {_host(worst.host)} are" if worst.host is not None else f"Rank {worst.rank} is"
@@ -100,7 +99,7 @@ def _straggler(view: View, those: list[Straggler]) -> Bottleneck:
         else f"Give it back its core on {where}: end what else runs there, lift its quota, use fewer threads a rank.",
         key="parallel.order" if has_core else "runtime.threads",
         value=None if has_core else "1",
-        gain=straggling(view, worst),
+        gain=gain,
         rank=rank,
         host=host,
     )

@@ -7,9 +7,8 @@ from statistics import fmean
 
 from monitoring.observations import Bottleneck
 from monitoring.rules.levels import LEVELS, severity_of
-from monitoring.rules.view import View, duration, percent, smaller
+from monitoring.rules.view import WORTH_IT, View, duration, percent, smaller
 
-_WORTH_IT = 0.05  # of a step: predictions are not better than this
 _ENOUGH = 4  # microbatches for each rank of the pipeline leave a bubble of a fifth at most
 _SCHEDULES = (("zero-bubble", 1), ("zbv", 2), ("interleaved", 2), ("1f1b", 1))
 """What is tried, with the stages a rank that each has."""
@@ -69,9 +68,9 @@ def _better_cut(view: View) -> tuple[str, float | None, bool]:
     layers = view.plan.best_layers()
     if layers is None:  # only the ranks know the layers: let them measure; not more than this can be gained
         gain = view.gain(view.plan.balanced_seconds())
-        return "profile", gain, view.facts.microbatches > 1 if gain is None else gain > _WORTH_IT
+        return "profile", gain, view.facts.microbatches > 1 if gain is None else gain > WORTH_IT
     gain = view.gain(view.plan.step_seconds(layers_per_stage=layers))
-    return str(list(layers)), gain, gain is not None and gain > _WORTH_IT
+    return str(list(layers)), gain, gain is not None and gain > WORTH_IT
 
 
 def too_few_microbatches(view: View) -> Iterator[Bottleneck]:
@@ -116,7 +115,7 @@ def _more_microbatches(view: View) -> tuple[int, float | None, bool] | None:
     for number in enough or [now * factor for factor in (-(-wanted // now), 2)]:
         gain = view.gain(view.plan.step_seconds(microbatches=number))
         if gain is not None:  # the schedule can have so many
-            return (number, gain, bool(enough)) if gain > _WORTH_IT else None
+            return (number, gain, bool(enough)) if gain > WORTH_IT else None
     return None
 
 
@@ -153,7 +152,7 @@ def _better_schedule(view: View) -> tuple[str, str, str | None, float | None]:
         if schedule != view.facts.schedule:
             assert view.plan is not None
             gain = view.gain(view.plan.step_seconds(schedule=schedule, virtual_stages=virtual))
-            gains += [(gain, schedule)] if gain is not None and gain > _WORTH_IT else []
+            gains += [(gain, schedule)] if gain is not None and gain > WORTH_IT else []
     if gains:
         gain, schedule = max(gains)
         return f"Use the schedule {schedule}, which leaves fewer gaps.", "pipeline.schedule", schedule, gain

@@ -9,6 +9,8 @@ from typing import Protocol
 from monitoring.facts import RankFacts, RunFacts
 from monitoring.observations import Bottleneck, RankWindow, Window
 
+WORTH_IT = 0.05
+"""Of a step: what would gain less is no better than the noise of a prediction."""
 _MOST = 0.99  # of a step: no remedy saves all of it
 
 

@@ -9,12 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from monitoring.time_parts import PARTS, mean_of
+from monitoring.time_parts import PARTS, TimeParts, mean_of
 from parallel3d.cli.json_lines import dump
 from parallel3d.run_record import RunRecord, RunStep
 
 _REDRAW_SECONDS = 0.1
 _LINE_SECONDS = 1.0
+_SHOWN_SHARE = 0.0005  # what is not rounded to 0.0 %
+_MOST_BOTTLENECKS = 3
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
@@ -34,9 +36,9 @@ class LiveLine:
         self._shown_at = float("-inf")
         self._latest = self._shown = ""
 
-    def show(self, record: RunRecord, step: RunStep) -> None:
-        """A step was made."""
-        pairs = describe(record, step)
+    def show(self, record: RunRecord, step: RunStep, bubble: float | None = None) -> None:
+        """A step was made. bubble: the ranks' mean of the latest step of which that is known."""
+        pairs = describe(record, step, bubble)
         text = "  ".join(f"{name} {value}" for name, value in pairs)
         if self._redraws and len(text) >= self._columns:
             text = text[: self._columns - 1]
@@ -63,7 +65,7 @@ class LiveLine:
             self._stream.flush()
 
 
-def describe(record: RunRecord, step: RunStep) -> list[tuple[str, str]]:
+def describe(record: RunRecord, step: RunStep, bubble: float | None = None) -> list[tuple[str, str]]:
     """What the live line says of a step."""
     made, wanted = step.step + 1, record.config.train.steps
     pairs = [
@@ -72,7 +74,7 @@ def describe(record: RunRecord, step: RunStep) -> list[tuple[str, str]]:
         ("grad norm", f"{step.grad_norm:.3g}"),
         ("tokens/s", f"{step.tokens_per_second:,.0f}"),
     ]
-    mfu, bubble, memory = record.mfu(step.tokens_per_second), record.mean_bubble(), record.memory()
+    mfu, memory = record.mfu(step.tokens_per_second), record.memory()
     if mfu is not None:
         pairs.append(("MFU", f"{100 * mfu:.1f} %"))
     if bubble is not None and record.config.parallel.pp > 1:
@@ -87,33 +89,51 @@ def show_bytes(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
-def time_table(record: RunRecord) -> str:
-    """Where each rank's time went, in percent; empty before the first step."""
-    told = [rank for rank, totals in sorted(record.ranks.items()) if totals.num_steps]
+def time_table(record: RunRecord, metrics: Mapping[str, Any]) -> str:
+    """Where each rank's time went, in percent; parts that took none are left out. Empty before the first step."""
+    told = [rank for rank in metrics["ranks"] if rank["steps"]]
     if not told:
         return ""
-    each = [record.parts(rank) for rank in told]
-    rows = [(record.name(rank), parts) for rank, parts in zip(told, each, strict=True)]
-    rows += [("all ranks", mean_of(each))] if len(told) > 1 else []
+    each = [TimeParts.of(rank["seconds"]) for rank in told]
+    rows = [(record.name(rank["rank"]), parts.shares()) for rank, parts in zip(told, each, strict=True)]
+    rows += [("all ranks", mean_of(each).shares())] if len(told) > 1 else []
+    shown = [part for part in PARTS if any(shares[part] >= _SHOWN_SHARE for _, shares in rows)]
     title = "where the time went"
     width = max(len(title), *(len(name) for name, _ in rows))
-    lines = [f"{title:<{width}}" + "".join(f"{part:>11}" for part in PARTS)]
-    lines += [
-        f"{name:<{width}}" + "".join(f"{100 * parts.shares()[part]:>9.1f} %" for part in PARTS) for name, parts in rows
-    ]
+    lines = [f"{title:<{width}}" + "".join(f"{part:>11}" for part in shown)]
+    lines += [f"{name:<{width}}" + "".join(f"{100 * shares[part]:>9.1f} %" for part in shown) for name, shares in rows]
     return "\n".join(lines)
 
 
-def summary(record: RunRecord, folder: str) -> str:
-    """What is said when a run has ended."""
+def _note(record: RunRecord, metrics: Mapping[str, Any]) -> str:
+    """What one should know of the table."""
+    told = [rank for rank in metrics["ranks"] if rank["steps"]]
+    apart = max((abs(rank["remainder_seconds"]) / rank["total_seconds"] for rank in told), default=0.0)
+    notes = [f"speed and times leave out {record.num_warm_up} steps of warm-up"] if record.num_warm_up else []
+    notes += [f"the parts add up to the steps but for {100 * apart:.1f} %"] if apart >= _SHOWN_SHARE else []
+    return f"({'; '.join(notes)})" if notes else ""
+
+
+def bottleneck_lines(metrics: Mapping[str, Any]) -> list[str]:
+    """What cost the most and what to do, the worst first."""
+    lines = []
+    for found in metrics["bottlenecks"][:_MOST_BOTTLENECKS]:
+        gain = "" if found["gain"] is None else f" (a step would take about {100 * found['gain']:.0f} % less)"
+        lines += [f"{found['severity']:<9}{found['message']}", f"{'':<9}{found['remedy']}{gain}"]
+    return lines
+
+
+def summary(record: RunRecord, folder: str, metrics: Mapping[str, Any]) -> str:
+    """What is said when a run has ended. metrics: as in `metrics.json`."""
     steps = f"{len(record.steps)} of {record.config.train.steps} steps"
     lines = [f"{record.status}: {steps}"]
     if record.steps:
         first, last = record.steps[0].loss, record.steps[-1].loss
         lines[0] += f", loss {first:.4f} to {last:.4f}, {record.tokens_per_second:,.0f} tokens/s"
-        lines += ["", time_table(record)]
-        if record.num_warm_up:
-            lines.append(f"(speed and times leave out {record.num_warm_up} steps of warm-up)")
+        table, note = time_table(record, metrics), _note(record, metrics)
+        lines += ["", *filter(None, (table, note))] if table or note else []
+    found = bottleneck_lines(metrics)
+    lines += ["", *found] if found else []
     if record.error is not None and record.steps:  # what was said of it stands above the table, and far up
         lines += ["", record.error.message]
     return "\n".join(
@@ -123,6 +143,6 @@ def summary(record: RunRecord, folder: str) -> str:
 
 def say_summary(record: RunRecord, folder: Path, metrics: Mapping[str, Any], as_json: bool) -> None:
     """Data on stdout, the rest on stderr."""
-    print(summary(record, str(folder)), file=sys.stderr if as_json else sys.stdout)
+    print(summary(record, str(folder), metrics), file=sys.stderr if as_json else sys.stdout)
     if as_json:
         print(dump(metrics))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -71,7 +71,7 @@ def test_nothing_without_data():
     assert found(alike(facts, bad, num_steps=2), facts) == []
     assert found(Window(), facts) == []
     assert found(Window(num_steps=20, seconds=STEP), facts) == []
-    assert found(alike(facts, bad, seconds=0.0), facts) == []
+    assert found(replace(alike(facts, bad), seconds=0.0), facts) == []
     unknown = window_of(*(rank_window(rank, memory=None) for rank in (0, 1)))
     assert found(unknown, mesh(dp=2, memory_budget=1)) == []
     assert found(alike(mesh(dp=2)), mesh(dp=2, memory_budget=0)) == []
@@ -137,7 +137,7 @@ def test_tp_efficiency():
     assert one.gain == pytest.approx(0.25), "alone, a rank exchanges nothing"
     assert found(alike(facts, {"tp_comm": 0.018, "compute": 0.072}), facts) == [], "80 % is enough"
     other = mesh(2, 2)
-    assert found(alike(other, {"tp_comm": 0.016, "straggler": 0.01}), other) == [], "waits of another axis"
+    assert found(alike(other, {"tp_comm": 0.012, "straggler": 0.01}), other) == [], "waits of another axis"
 
 
 def test_tp_communication_explains_tp_efficiency():
@@ -197,9 +197,17 @@ def test_a_rank_without_its_core():
 
 
 def test_nobody_waits_for_a_straggler():
+    facts = mesh(pp=2, microbatches=8, layers_per_stage=(2, 6))
+    light = piped(facts, [0.1, 0.3])
+    late = replace(light, stragglers=(straggler(0, 0.6, "processor"),))
+    assert only(late, facts).kind == "uneven_stages", "it has time enough, and explains nothing"
     facts = mesh(dp=2)
-    window = window_of(rank_window(0, {"straggler": 0.001}), rank_window(1), stragglers=(straggler(1),))
-    assert only(window, facts).gain == pytest.approx(0.01)
+    window = window_of(rank_window(0, {"straggler": 0.004}), rank_window(1), stragglers=(straggler(1),))
+    assert found(window, facts) == []
+    window = window_of(rank_window(0, {"straggler": 0.007}), rank_window(1), stragglers=(straggler(1),))
+    assert only(window, facts).gain == pytest.approx(0.07)
+    alone = window_of(rank_window(0), stragglers=(straggler(0, 0.6, "itself"),))
+    assert only(alone, mesh()).gain == pytest.approx(0.85 * 0.4)
 
 
 def test_a_straggling_host():
@@ -500,72 +508,72 @@ def _as_written(level: float) -> str:
     return f"{level:.2f}"
 
 
-seconds = st.floats(0, 10, allow_nan=False)
+SECONDS = (0.0, 1e-9, 0.001, 0.02, 0.1, 0.3, 7.0)
 
 
-@st.composite
-def any_window(draw: Any) -> tuple[Window, RunFacts, dict[int, RankFacts]]:
-    sizes = draw(st.tuples(*[st.integers(1, 3)] * 3))
-    facts = mesh(
-        *sizes,
-        microbatches=draw(st.integers(1, 9)),
-        batch_size=draw(st.integers(1, 64)),
-        schedule=draw(st.sampled_from(SCHEDULES)),
-        virtual_stages=draw(st.integers(1, 2)),
-        bucket_bytes=draw(st.sampled_from([1, 4096, 25 * MIB])),
-        memory_budget=draw(st.integers(0, 2000)),
-        layers_per_stage=draw(st.sampled_from([(), (1,) * sizes[2], (3,) * sizes[2], tuple(range(1, sizes[2] + 1))])),
+def any_rank(number: int, some: Random) -> RankWindow:
+    def seconds() -> float:
+        return some.choice(SECONDS)
+
+    return RankWindow(
+        number,
+        seconds=seconds(),
+        parts=TimeParts(tuple(seconds() for _ in PARTS)),
+        remainder=-seconds(),
+        compute_wall=seconds(),
+        compute_cpu=seconds(),
+        core_wait=seconds(),
+        bubble_ratio=some.random(),
+        score=some.choice([None, 0.5, 1.0]),
+        stages={stage: StageSeconds(seconds(), seconds(), seconds()) for stage in range(some.randrange(6))},
+        memory=some.choice([None, 0, 500, 950, 3000]),
     )
-    numbers = draw(st.lists(st.integers(0, facts.world_size - 1), unique=True, max_size=8))
-    ranks = [
-        RankWindow(
-            rank,
-            draw(seconds),
-            TimeParts(tuple(draw(seconds) for _ in PARTS)),
-            draw(st.floats(-1, 1)),
-            draw(seconds),
-            draw(seconds),
-            draw(seconds),
-            draw(st.floats(0, 1)),
-            draw(st.none() | st.floats(0, 1)),
-            draw(st.dictionaries(st.integers(0, 5), st.builds(StageSeconds, seconds, seconds, seconds))),
-            draw(st.none() | st.integers(0, 3000)),
-        )
-        for rank in numbers
+
+
+def any_window(facts: RunFacts, some: Random) -> Window:
+    lag = LagHistogram([some.randrange(9) for _ in BOUNDS], some.choice(SECONDS), some.choice(SECONDS))
+    late = [
+        Straggler(some.randrange(9), some.choice([0.0, 0.6, 1.0, 1.5]), how, 3, some.choice([None, "node0"]))
+        for how in ("peers", "itself", "processor")
     ]
-    lag = st.builds(
-        LagHistogram, st.lists(st.integers(0, 99), min_size=len(BOUNDS), max_size=len(BOUNDS)), seconds, seconds
+    numbers = range(some.randrange(facts.world_size + 1))
+    return Window(
+        num_steps=some.randrange(6),
+        seconds=some.choice(SECONDS),
+        ranks={number: any_rank(number, some) for number in numbers},
+        parts=TimeParts(tuple(some.choice(SECONDS) for _ in PARTS)),
+        traffic=tuple(
+            AxisTraffic("all_reduce", axis, some.choice(SECONDS), some.choice([0, 1e6]), 1.0) for axis in ("dp", "tp")
+        ),
+        stragglers=tuple(some.sample(late, some.choice([0, 0, 1, 2]))),
+        lag=some.choice([None, lag]),
+        queue={number: some.choice([0.0, 1.0]) for number in numbers},
     )
-    late = st.builds(
-        Straggler,
-        st.integers(0, 8),
-        st.floats(0, 2),
-        st.sampled_from(["peers", "itself", "processor"]),
-        st.integers(0, 9),
-        st.sampled_from([None, "node0"]),
-    )
-    traffic = st.builds(
-        AxisTraffic, st.sampled_from(["all_reduce", "send"]), st.sampled_from(["dp", "tp"]), seconds, seconds, seconds
-    )
-    window = Window(
-        num_steps=draw(st.integers(0, 20)),
-        seconds=draw(seconds),
-        ranks={rank.rank: rank for rank in ranks},
-        parts=TimeParts(tuple(draw(seconds) for _ in PARTS)),
-        traffic=tuple(draw(st.lists(traffic, max_size=2))),
-        stragglers=tuple(draw(st.lists(late, max_size=2))),
-        lag=draw(st.none() | lag),
-        queue=draw(st.dictionaries(st.integers(0, 8), st.floats(0, 3))),
-    )
-    known = ranks_of(facts, num_cores=draw(st.integers(0, 4)), hosts=draw(st.integers(1, facts.world_size)))
-    told = draw(st.integers(0, facts.world_size))
-    return window, facts, {number: rank for number, rank in known.items() if number < told}
 
 
-@settings(max_examples=300, deadline=None)
-@given(any_window())
-def test_nothing_raises_and_gains_are_shares(given):
-    window, facts, ranks = given
+def any_facts(some: Random) -> RunFacts:
+    sizes = [some.randrange(1, 4) for _ in range(3)]
+    return mesh(
+        *sizes,
+        microbatches=some.randrange(1, 9),
+        batch_size=some.randrange(1, 65),
+        schedule=some.choice(SCHEDULES),
+        virtual_stages=some.choice([1, 2]),
+        bucket_bytes=some.choice([1, 4096, 25 * MIB]),
+        memory_budget=some.choice([0, 1000]),
+        layers_per_stage=some.choice([(), (3,) * sizes[2], tuple(range(1, sizes[2] + 1)), (1,) * 2 * sizes[2]]),
+    )
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.integers(0, 2**32))
+def test_nothing_raises_and_gains_are_shares(seed):
+    """Whatever numbers there are, also such as contradict each other."""
+    some = Random(seed)
+    facts = any_facts(some)
+    window = any_window(facts, some)
+    known = ranks_of(facts, num_cores=some.randrange(4), hosts=some.randrange(1, 3))
+    ranks = {number: rank for number, rank in known.items() if number < some.choice([1, 99])}
     every = found(window, facts, ranks)
     assert window.num_steps >= 3 or every == []
     for each in every:

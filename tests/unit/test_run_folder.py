@@ -54,6 +54,38 @@ async def test_what_a_run_leaves(here):
     assert "0F0" in {event["name"] for event in trace["traceEvents"]}
 
 
+async def test_what_an_observer_sees_is_written(here):
+    folder = RunFolder.create(config_of(), "id")
+    folder.note("step", {"step": 0})  # which whoever supervises writes
+    folder.note("parts", {"step": 0, "seconds": 0.5, "parts": {"compute": 0.5}, "stragglers": []})
+    folder.note("log", {"time": 5.0, "event": "hello", "kind": "odd", "self": 1, "loss": float("nan")})
+    straggler = {"rank": 1, "score": 0.5, "compared_with": "peers", "since_step": 3, "host": None}
+    folder.note("stragglers", [{"state": "found", **straggler}])
+    bottleneck = {"kind": "data_starved", "severity": "high", "rank": 1}
+    folder.note("bottlenecks", [{"state": "gone", **bottleneck}])
+    observed = {
+        "parts": {"compute": 1.0},
+        "ranks": {0: {"steps": 1, "seconds": {"compute": 0.5}}},
+        "bottlenecks": [bottleneck],
+    }
+    record = RunRecord(config_of())
+    record.take(0, {"kind": "mesh", "coords": [0, 0, 0]})
+    await folder.complete(record, observed=observed)
+    lines = [json.loads(line) for line in (folder.path / "events.jsonl").read_text().splitlines()]
+    assert [line.pop("kind") for line in lines] == ["parts", "log", "straggler", "bottleneck"]
+    times = [line.pop("time") for line in lines]
+    assert times[1] == 5.0, "when the rank said it"
+    assert lines == [
+        {"step": 0, "seconds": 0.5, "parts": {"compute": 0.5}, "stragglers": []},
+        {"event": "hello", "self": 1, "loss": None},
+        {"state": "found", **straggler},
+        {"state": "gone", "bottleneck": bottleneck},
+    ]
+    metrics = json.loads((folder.path / "metrics.json").read_text())
+    assert (metrics["parts"], metrics["bottlenecks"]) == ({"compute": 1.0}, [bottleneck])
+    assert metrics["ranks"][0]["seconds"] == {"compute": 0.5}
+
+
 def test_the_configuration_it_keeps_can_be_run_again(here):
     config = config_of(Path("mine"))
     kept = load_config(RunFolder.create(config, "id").config, environ={})

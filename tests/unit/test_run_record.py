@@ -8,23 +8,24 @@ import math
 import pytest
 
 from monitoring.device_peaks import peak_flops
+from monitoring.events import What
+from monitoring.facts import RunFacts
+from monitoring.observer import Observer
 from monitoring.time_parts import NO_TIME, PARTS, TimeParts, mean_of
 from parallel3d.config import load_config
 from parallel3d.run_record import ModelFacts, RankTotals, RunError, RunRecord, Status, step_event
 from runtime.errors import Coords
+from tests.observed import Told, events_message
 
 
 def record_of(**overrides) -> RunRecord:
     return RunRecord(load_config(None, overrides={"train.steps": 9, **overrides}, environ={}))
 
 
-def step_message(step: int, seconds: float = 0.5, *, loss: float = 1.0, compute: float = 0.3, **more) -> dict:
-    parts = TimeParts.of(seconds, {"compute": compute, "data": 0.1})
+def step_message(step: int, seconds: float = 0.5, *, loss: float = 1.0, **more) -> dict:
     return {
         "kind": "step",
         "step": step,
-        "bubble": 0.25,
-        "parts": list(parts.seconds),
         "loss": loss,
         "grad_norm": 2.0,
         "learning_rate": 3e-4,
@@ -35,14 +36,28 @@ def step_message(step: int, seconds: float = 0.5, *, loss: float = 1.0, compute:
     }
 
 
-def test_parts_add_up_to_the_wall_time_and_none_is_below_zero():
-    parts = TimeParts.of(1.0, {"compute": 0.6, "pp_comm": 0.1})
-    assert parts.to_json() == pytest.approx(dict.fromkeys(PARTS, 0.0) | {"compute": 0.6, "pp_comm": 0.1, "other": 0.3})
-    assert parts.total == pytest.approx(1.0)
-    assert TimeParts.of(1.0, {"compute": 1.5}).to_json()["other"] == 0.0
+def watch(record: RunRecord, num_steps: int = 3) -> None:
+    """As an observer would have seen its ranks: each step takes half a second, three fifths of it for computing."""
+    config = record.config
+    sizes = {"dp": config.parallel.dp, "tp": config.parallel.tp, "pp": config.parallel.pp}
+    observer = Observer(RunFacts(world_size=config.world_size, **sizes))
+    for rank in range(config.world_size):
+        coords = record.ranks[rank].coords if rank in record.ranks else None
+        observer.take(rank, {"kind": "mesh", "coords": list(coords or (0, 0, 0))})
+    for step in range(num_steps):
+        for rank in range(config.world_size):
+            told = Told(step, 100.0 + step).add(What.DATA, 0.1).add(What.F, 0.3, 0, 0).gap(0.1)
+            observer.take(rank, events_message(told.done()))
+    record.observed = observer.summary()
+
+
+def test_parts_add_up_and_none_is_below_zero():
+    parts = TimeParts.of({"compute": 0.6, "pp_comm": 0.1, "other": -1e-9})
+    assert parts.to_json() == pytest.approx(dict.fromkeys(PARTS, 0.0) | {"compute": 0.6, "pp_comm": 0.1})
+    assert parts.total == pytest.approx(0.7)
     assert sum(parts.shares().values()) == pytest.approx(1.0)
     assert NO_TIME.shares() == dict.fromkeys(PARTS, 0.0)
-    assert mean_of([parts, NO_TIME]).total == pytest.approx(0.5)
+    assert mean_of([parts, NO_TIME]).total == pytest.approx(0.35)
 
 
 @pytest.mark.parametrize("wrong", [None, [], [1.0], ["x"] * len(PARTS), [1] * len(PARTS)])
@@ -57,7 +72,11 @@ def test_the_first_steps_do_not_count_for_speed(num_steps, warm_up, rate):
     for step in range(num_steps):
         record.take(0, step_message(step, seconds=1.0 if step < 2 else 0.5))
     assert (record.num_warm_up, record.tokens_per_second) == (warm_up, pytest.approx(rate))
-    assert record.parts(0).total == pytest.approx(sum(step.seconds for step in record.counted))
+    watch(record, num_steps)
+    assert record.told == []  # nobody has told of itself
+    record.take(0, {"kind": "mesh", "coords": [0, 0, 0]})
+    assert record.told == [0]
+    assert record.parts(0).total == pytest.approx(0.5 * len(record.counted))
 
 
 def test_metrics_have_what_was_promised():
@@ -74,6 +93,7 @@ def test_metrics_have_what_was_promised():
         assert told is not None
         assert (told.step, told.tokens_per_second) == (step, 200.0)
     record.status = Status.COMPLETED
+    watch(record)
     found = json.loads(json.dumps(record.metrics(), allow_nan=False))
     assert found["status"] == "completed"
     assert (found["world_size"], found["final_loss"], found["losses"]) == (2, 1.0, [3.0, 2.0, 1.0])
@@ -85,7 +105,22 @@ def test_metrics_have_what_was_promised():
     assert found["ranks"][1]["seconds"] == pytest.approx(
         dict.fromkeys(PARTS, 0.0) | {"compute": 0.3, "data": 0.1, "other": 0.1}
     )
-    assert (record.memory(), record.mean_bubble(), record.name(1)) == (200, 0.25, "rank 1 (dp=1 tp=0 pp=0)")
+    assert found["ranks"][1]["total_seconds"] == pytest.approx(0.5)
+    assert found["parts"]["compute"] == pytest.approx(0.6)
+    assert (found["ranks"][0]["bubble"], found["ranks"][0]["straggler_score"]) == (0.0, 1.0)
+    assert (found["bottlenecks"], found["stragglers"], found["events_dropped"]) == ([], [], 0)
+    assert (record.memory(), record.name(1)) == (200, "rank 1 (dp=1 tp=0 pp=0)")
+
+
+def test_a_run_that_nobody_watched_has_the_same_keys():
+    watched, alone = record_of(), record_of()
+    for record in (watched, alone):
+        record.take(0, {"kind": "mesh", "coords": [0, 0, 0]})
+        record.take(0, step_message(0))
+    watch(watched, 1)
+    assert alone.metrics()["ranks"][0].keys() <= watched.metrics()["ranks"][0].keys()
+    assert alone.metrics().keys() <= watched.metrics().keys()
+    assert (alone.told, alone.parts(0), alone.metrics()["ranks"][0]["bubble"]) == ([], NO_TIME, 0.0)
 
 
 def test_a_run_without_a_step_has_metrics_too():
@@ -106,7 +141,6 @@ def test_json_has_no_nan():
     [
         {},
         {"kind": "step"},
-        step_message(0, parts=[1.0]),
         step_message(0, loss="low"),
         step_message(0, tokens=True),
         step_message(0, bandwidth="fast"),
@@ -130,7 +164,7 @@ def test_messages_of_others_are_none_of_ours():
 
 
 def test_totals_survive_the_trip():
-    totals = RankTotals(Coords(1, 0, 1), 5, TimeParts.of(1.0, {}), TimeParts.of(2.0, {}), 0.1, 0.3, 7, "cpu", 9)
+    totals = RankTotals(Coords(1, 0, 1), 7, "cpu", 9)
     assert RankTotals.from_wire(json.loads(json.dumps(totals.to_wire()))) == totals
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 
 import pytest
 
 from parallel3d.cli.run_text import LiveLine, say_summary, show_bytes, summary, time_table
 from parallel3d.config import load_config
 from parallel3d.run_record import ModelFacts, RunError, RunRecord, Status
-from tests.unit.test_run_record import step_message
+from tests.unit.test_run_record import step_message, watch
 
 
 class Terminal(io.StringIO):
@@ -34,7 +35,7 @@ def record() -> RunRecord:
 def show(line: LiveLine, record: RunRecord, step: int) -> None:
     told = record.take(0, step_message(step, loss=2.5))
     assert told is not None
-    line.show(record, told)
+    line.show(record, told, bubble=0.25)
 
 
 def test_elsewhere_a_line_now_and_then_first_and_last_always(record):
@@ -110,34 +111,61 @@ def test_mfu_and_memory_are_shown_when_known(record):
 
 
 def test_the_end(record, capsys):
-    assert time_table(record) == ""
+    assert time_table(record, record.metrics()) == ""
     for rank in (0, 1):
         record.take(rank, {"kind": "mesh", "coords": [0, 0, rank]})
         for step in range(3):
             record.take(rank, step_message(step, loss=4.0 - step))
     record.status = Status.COMPLETED
-    assert summary(record, "runs/id").splitlines() == [
+    watch(record)
+    assert summary(record, "runs/id", record.metrics()).splitlines() == [
         "completed: 3 of 40 steps, loss 4.0000 to 2.0000, 200 tokens/s",
         "",
-        "where the time went        compute    tp_comm    pp_comm    dp_comm  optimizer       data      other",
-        "rank 0 (dp=0 tp=0 pp=0)     60.0 %      0.0 %      0.0 %      0.0 %      0.0 %     20.0 %     20.0 %",
-        "rank 1 (dp=0 tp=0 pp=1)     60.0 %      0.0 %      0.0 %      0.0 %      0.0 %     20.0 %     20.0 %",
-        "all ranks                   60.0 %      0.0 %      0.0 %      0.0 %      0.0 %     20.0 %     20.0 %",
+        "where the time went        compute       data      other",
+        "rank 0 (dp=0 tp=0 pp=0)     60.0 %     20.0 %     20.0 %",
+        "rank 1 (dp=0 tp=0 pp=1)     60.0 %     20.0 %     20.0 %",
+        "all ranks                   60.0 %     20.0 %     20.0 %",
         "(speed and times leave out 2 steps of warm-up)",
         "",
         "files: runs/id/ (report.html, metrics.json, events.jsonl, trace.json.gz, config.yaml)",
     ]
-    say_summary(record, "runs/id", {"a": 1}, as_json=True)
+    metrics = record.metrics()
+    say_summary(record, "runs/id", metrics, as_json=True)
     out, err = capsys.readouterr()
-    assert out == '{\n  "a": 1\n}\n'
+    assert json.loads(out) == json.loads(json.dumps(metrics))
     assert err.startswith("completed")
-    say_summary(record, "runs/id", {"a": 1}, as_json=False)
+    say_summary(record, "runs/id", metrics, as_json=False)
     assert capsys.readouterr().out.startswith("completed")
 
 
 def test_a_failure_is_said_again_below_the_table(record):
     record.error = RunError("rank 1 failed: ValueError: no", 1)
     record.status = Status.FAILED
-    assert "ValueError" not in summary(record, "runs/id")  # it stands right above
+    assert "ValueError" not in summary(record, "runs/id", record.metrics())  # it stands right above
     record.take(0, step_message(0))
-    assert summary(record, "runs/id").splitlines()[-4:-1] == ["", "rank 1 failed: ValueError: no", ""]
+    assert summary(record, "runs/id", record.metrics()).splitlines()[-4:-1] == ["", "rank 1 failed: ValueError: no", ""]
+
+
+def test_parts_that_do_not_add_up_and_bottlenecks_are_told(record):
+    record.take(0, {"kind": "mesh", "coords": [0, 0, 0]})
+    record.take(0, step_message(0))
+    watch(record, 1)
+    record.observed["ranks"][0]["remainder_seconds"] = -0.05
+    found = {"severity": "high", "message": "rank 0 waits for data.", "remedy": "Raise data.prefetch.", "gain": 0.2}
+    record.observed["bottlenecks"] = [found, {**found, "severity": "low", "gain": None}, found, found]
+    assert summary(record, "runs/id", record.metrics()).splitlines()[4:-2] == [
+        "(the parts add up to the steps but for 10.0 %)",
+        "",
+        "high     rank 0 waits for data.",
+        "         Raise data.prefetch. (a step would take about 20 % less)",
+        "low      rank 0 waits for data.",
+        "         Raise data.prefetch.",
+        "high     rank 0 waits for data.",
+        "         Raise data.prefetch. (a step would take about 20 % less)",
+    ]
+
+
+def test_a_run_that_nobody_watched_has_no_table(record):
+    record.take(0, {"kind": "mesh", "coords": [0, 0, 0]})
+    record.take(0, step_message(0))
+    assert len(summary(record, "runs/id", record.metrics()).splitlines()) == 3

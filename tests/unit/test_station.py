@@ -112,7 +112,7 @@ def test_it_serves_from_the_beginning_and_leaves_nothing():
 
     def open_and_close() -> None:
         endpoint = Endpoint.open("127.0.0.1", None)
-        station = Station(Observer(), endpoint, lambda station: make_app(endpoint, OneGauge()))
+        station = Station(Observer(), endpoint=endpoint, make_app=lambda station: make_app(endpoint, OneGauge()))
         with urllib.request.urlopen(endpoint.url("/metrics"), timeout=SECONDS) as answer:
             assert "parallel3d_answer 42.0" in answer.read().decode()
         url = endpoint.url("/metrics")
@@ -133,9 +133,11 @@ def test_it_can_be_closed_while_it_begins_to_serve(capfd):
     def no_app(station):
         raise OSError("no application")
 
-    for make in (no_app, lambda station: make_app(station.endpoint, OneGauge())):
+    for fails in (True, False):
         endpoint = Endpoint.open("127.0.0.1", None)
-        Station(Observer(), endpoint, make).close_now()
+        app = make_app(endpoint, OneGauge())
+        make = no_app if fails else lambda station, app=app: app
+        Station(Observer(), endpoint=endpoint, make_app=make).close_now()
         assert endpoint.listener.fileno() == -1
     assert "parallel3d-station" not in [thread.name for thread in threading.enumerate()]
     assert capfd.readouterr().err.count("OSError: no application") == 1

@@ -7,21 +7,28 @@ import gzip
 import json
 import os
 import socket
+from base64 import b64decode
 from typing import Any
 
 import pytest
 import torch
 
 import parallel3d
+from monitoring.events import Axis, What, unpack
+from monitoring.recorder import Recorder
 from monitoring.time_parts import PARTS
+from parallel3d import gathering
 from parallel3d.config import load_config
+from parallel3d.event_sender import EventSender
 from parallel3d.last_steps import KEPT, LastSteps
+from parallel3d.performance import TrainStep
 from parallel3d.run_folder import RunFolder
 from parallel3d.run_record import ModelFacts, RunRecord, Status
 from parallel3d.trainer import SupervisorOwner, train, used_memory
 from parallel3d.unsupervised import RankOwner, gather_json
 from parallel3d.wishes import Wish, Wishes
 from runtime.control import LauncherControl, RankControl
+from runtime.errors import NonFiniteGradient
 from tests.stand_in import STAND_IN, StandIn
 
 
@@ -64,6 +71,10 @@ async def test_every_rank_tells_of_every_step():
         assert [message["step"] for message in ear.of("step")] == [0, 1, 2, 3]
         assert all(len(message["parts"]) == len(PARTS) for message in ear.of("step"))
         assert ear.of("memory")[-1]["bytes"] > 1 << 20
+        assert ear.of("memory")[-1]["kinds"] == {"weights": 24, "gradients": 24, "optimizer": 48}
+        assert (ready["num_cores"], ready["num_buckets"]) == (len(os.sched_getaffinity(0)), 1)
+        assert ear.of("clock") == [{"kind": "clock", "offset": 0.0}]
+        assert ear.of("queue")[-1]["capacity"] == 2
     assert [message["loss"] for message in first.of("step")] == [10.0, 9.0, 8.0, 7.0]
     assert all(message["bandwidth"] > 0 for message in first.of("step"))
     assert "loss" not in second.of("step")[0], "rank 0 speaks for all"
@@ -72,6 +83,50 @@ async def test_every_rank_tells_of_every_step():
         for message in ear.heard:
             record.take(rank, message)
     assert (record.malformed, len(record.steps)) == (0, 4)
+
+
+async def test_the_events_of_every_step_are_told():
+    for ear in await trained(30, {}):
+        told = [event for message in ear.of("events") for event in unpack(b64decode(message["data"]))]
+        for what in (What.F, What.B, What.STEP):
+            assert [event.step for event in told if event.what == what] == list(range(30))
+        assert {event.axis for event in told if event.what == What.COLLECTIVE} == {Axis.DP, Axis.WORLD}
+        assert ear.of("events")[-1]["dropped"] == 0
+        wholes = [event.seconds for event in told if event.what == What.STEP]
+        assert [step["seconds"] for step in ear.of("step") if "seconds" in step] in ([], pytest.approx(wholes))
+
+
+async def test_events_are_told_also_when_a_step_fails(monkeypatch):
+    monkeypatch.setenv(STAND_IN, "raise 0 2")
+    ears = []
+
+    async def main() -> None:
+        async with StandIn(config_of()) as coordinator:
+            ears.append(Ear({}))
+            await train(coordinator, ears[-1], LastSteps(coordinator.mesh, coordinator.recorder))
+
+    with pytest.raises(ValueError, match="the model has an opinion"):
+        await parallel3d.in_process(main, ranks=2)
+    told = [event for message in ears[0].of("events") for event in unpack(b64decode(message["data"]))]
+    assert [event.step for event in told if event.what == What.STEP] == [0, 1]
+
+
+async def test_a_gradient_that_is_not_finite_is_told_by_rank_0():
+    class Exploding(StandIn):
+        async def train_step(self, batch: int) -> TrainStep:
+            if batch == 2:
+                raise NonFiniteGradient("the norm of the gradients is nan", ranks=(0,))
+            return await super().train_step(batch)
+
+    async def main() -> Ear:
+        async with Exploding(config_of()) as coordinator:
+            ear = Ear({})
+            with pytest.raises(NonFiniteGradient):
+                await train(coordinator, ear, LastSteps(coordinator.mesh, coordinator.recorder))
+            return ear
+
+    first, second = await parallel3d.in_process(main, ranks=2)
+    assert (first.of("nonfinite"), second.of("nonfinite")) == ([{"kind": "nonfinite", "step": 2}], [])
 
 
 async def test_all_ranks_stop_after_the_same_step():
@@ -172,7 +227,48 @@ async def test_a_busy_supervisor_misses_no_step(pair):
     assert heard == list(range(3000))
 
 
+async def test_a_supervisor_that_hears_nothing_costs_the_oldest_events_and_no_step(pair):
+    launcher, rank = pair
+    owner, recorder = SupervisorOwner(rank), Recorder(1000)
+    sender = EventSender(recorder, owner, lambda: True)
+    for step in range(20_000):
+        recorder.record(What.STEP, step, 1.0, 2.0)
+        if step % 50 == 0:
+            sender.send_some()
+    assert len(owner._unsent) <= 4, "what was taken waits, the rest stays in the ring"
+    sender.stop()
+    closing = asyncio.create_task(owner.close())
+    heard: list[dict[str, Any]] = []
+    while not closing.done():
+        heard += launcher.messages()
+        await asyncio.sleep(0)
+    heard += launcher.messages(at_most=1000)
+    told = [event.step for message in heard for event in unpack(b64decode(message["data"]))]
+    assert told == sorted(set(told))
+    assert (told[0], told[-1]) == (0, 19_999)
+    assert len(told) + heard[-1]["dropped"] == 20_000
+    assert heard[-1]["dropped"] > 0
+
+
 # Ranks without a supervisor.
+
+
+class Station:
+    """Keeps what it is given, or fails over it."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.taken: dict[int, list[dict[str, Any]]] = {}
+        self._fails = fails
+
+    def take(self, rank: int, message: dict[str, Any]) -> None:
+        self.taken.setdefault(rank, []).append(message)
+        if self._fails:
+            raise RuntimeError("nobody is here")
+
+    def steps(self, rank: int) -> list[int]:
+        told = [message for message in self.taken[rank] if message["kind"] == "events"]
+        events = [event for message in told for event in unpack(b64decode(message["data"]))]
+        return [event.step for event in events if event.what == What.STEP]
 
 
 async def test_json_of_every_rank_on_every_rank():
@@ -184,14 +280,19 @@ async def test_json_of_every_rank_on_every_rank():
     assert await parallel3d.in_process(main, ranks=3) == [expected] * 3
 
 
-async def work(folder: RunFolder) -> list[RankOwner]:
+async def work(folder: RunFolder, station: Station | None = None) -> list[RankOwner]:
     ranks = iter(range(2))
 
     async def main() -> RankOwner:
         rank = next(ranks)
         shown = []
         owner = RankOwner(
-            rank, config_of(), ModelFacts(5), folder if rank == 0 else None, lambda _, step: shown.append(step.step)
+            rank,
+            config_of(),
+            ModelFacts(5),
+            folder if rank == 0 else None,
+            lambda _, step: shown.append(step.step),
+            station if rank == 0 else None,
         )
         await owner.work(StandIn)
         assert shown == ([0, 1, 2, 3] if rank == 0 else [])
@@ -211,6 +312,22 @@ async def test_rank_0_gathers_what_all_tell(tmp_path, monkeypatch):
     assert all(rank["memory_bytes"] and sum(rank["seconds"].values()) for rank in metrics["ranks"])
     trace = json.loads(gzip.decompress((folder.path / "trace.json.gz").read_bytes()))["traceEvents"]
     assert {event["pid"] for event in trace} == {0, 1}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("interval", [0.0, 60.0], ids=["beside each step", "at the end"])
+async def test_a_station_on_rank_0_hears_all_ranks(tmp_path, monkeypatch, fails, interval):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gathering, "INTERVAL", interval)
+    station = Station(fails=fails)
+    first, _ = await work(RunFolder.create(config_of(), "id"), station)
+    assert first.record.status is Status.COMPLETED
+    expected = {"mesh", "clock", "ready", "events", "memory", "queue", "step"}
+    for rank in (0, 1):
+        reports = {"loop_lag", "collectives"} if interval == 0 else set()
+        assert {message["kind"] for message in station.taken[rank]} == expected | reports
+        assert station.steps(rank) == [0, 1, 2, 3]
+    assert first.num_unheard == (sum(map(len, station.taken.values())) if fails else 0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
