@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -24,12 +24,12 @@ class Service:
     """Also without an endpoint it has its thread, for those who need only that."""
 
     def __init__(
-        self, name: str, endpoint: Endpoint | None, make_app: MakeApp, on_close: Iterable[Callable[[], None]] = ()
+        self, name: str, endpoint: Endpoint | None, make_app: MakeApp, before_end: Callable[[], None] | None = None
     ) -> None:
-        """make_app: called in the thread, before all else there, so that nobody waits for its imports. on_close: called
-        in it before the server ends, for those whose answers would go on for ever."""
-        self._on_close = on_close
+        """make_app: called in the thread, before all else there, so that nobody waits for its imports. before_end:
+        called there too, so that those who are told of something without end hear the last of it."""
         self.endpoint, self.background = endpoint, BackgroundLoop(name)
+        self._before_end = before_end
         self._serving: Future[web.AppRunner | None] | None = None
         if endpoint is not None:
             self._serving = self.background.run(self._serve(make_app, endpoint))
@@ -59,8 +59,8 @@ class Service:
 
     async def _stop_serving(self) -> None:
         runner = await asyncio.wrap_future(self._serving) if self._serving is not None else None
-        for end in self._on_close:
-            end()
+        if self._before_end is not None:
+            self._before_end()
         if runner is not None:
             await runner.cleanup()
 

@@ -103,7 +103,7 @@ class Station:
         self.on_close: list[Callable[[], None]] = []
         """The same, before the server ends: whoever is being told of the run hears the last of it."""
         served = endpoint if make_app is not None else None
-        self._service = Service("parallel3d-station", served, lambda: _app(make_app, self), self.on_close)
+        self._service = Service("parallel3d-station", served, lambda: _app(make_app, self), self._end)
         self._background = self._service.background
 
     def take(self, rank: int, message: Message) -> None:
@@ -140,6 +140,10 @@ class Station:
         self._service.close_now()
 
     # In the thread.
+
+    def _end(self) -> None:
+        for end in self.on_close:
+            self._attempt(end)
 
     def _drain(self) -> None:
         if self._hand_over():

@@ -24,11 +24,17 @@ from runtime.control import Message
 from runtime.errors import CommunicationError, DeadlineExceeded, name_rank
 
 
-class Station(Protocol):
+class Watch(Protocol):
     """Who looks on, where rank 0 is."""
 
     def take(self, rank: int, message: Message) -> object:
         """Never waits."""
+
+    async def settle(self) -> None:
+        """Once no message comes any more, before the folder is complete."""
+
+    async def close(self) -> None:
+        """Once it is."""
 
 
 class RankOwner:
@@ -41,15 +47,15 @@ class RankOwner:
         facts: ModelFacts,
         folder: RunFolder | None,
         on_step: Callable[[RunRecord, RunStep], None],
-        station: Station | None = None,
     ) -> None:
         self.wish = Wish()
         self.record = RunRecord(config, facts)
         self.spans: dict[int, list[Span]] = {}
-        self._rank, self._folder, self._on_step, self._station = rank, folder, on_step, station
+        self._rank, self._folder, self._on_step = rank, folder, on_step
         self._outbox = Outbox()
+        self.watch: Watch | None = None
         self.num_unheard = 0
-        """Messages that the station failed over."""
+        """Messages that whoever looks on failed over."""
 
     @property
     def is_behind(self) -> bool:
@@ -66,9 +72,9 @@ class RankOwner:
         if step is not None and self._folder is not None:
             self._folder.event("step", **step_event(step))
             self._on_step(self.record, step)
-        if self._station is not None:
+        if self.watch is not None:
             try:
-                self._station.take(rank, message)
+                self.watch.take(rank, message)
             except Exception:  # whoever looks on must not end a run
                 self.num_unheard += 1
 
@@ -125,7 +131,13 @@ class RankOwner:
         if record.error is not None:
             folder.event("failed", **record.error.to_json())
         folder.event("ended", status=record.status, steps=len(record.steps))
-        await folder.complete(record, self.spans)
+        try:
+            if self.watch is not None:
+                await self.watch.settle()
+            await folder.complete(record, self.spans)
+        finally:
+            if self.watch is not None:
+                await self.watch.close()
 
 
 async def gather_json(group: Group, value: Any) -> list[Any]:

@@ -11,17 +11,36 @@ from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 
+from monitoring.endpoint import Endpoint
 from parallel3d.before_start import check_before_start
 from parallel3d.cli.run_text import LiveLine, say_summary
 from parallel3d.cli.validate import EXIT_BAD_CONFIG
-from parallel3d.config import load_config, locate
+from parallel3d.config import RunConfig, load_config, locate
+from parallel3d.run_endpoint import endpoints, open_endpoint
 from parallel3d.run_folder import RunFolder, check_run_dir, new_run_id
 from parallel3d.run_record import Status
+from parallel3d.run_watch import RunWatch
 from runtime.environment import read_environment
 from runtime.errors import ConfigError
 from runtime.loop import run
 
 EXIT_FAILED, EXIT_HUNG = 4, 124
+
+
+def _open(config: RunConfig, file: Path, overrides: Mapping[str, str], place: str) -> tuple[RunFolder, Endpoint | None]:
+    """The run's folder, and where it is served."""
+    endpoint, run_id = open_endpoint(config, partial(locate, file, overrides)), new_run_id()
+    known = endpoints(run_id, endpoint, config.monitoring.per_rank)
+    try:
+        folder = RunFolder.create(config, run_id, place, known)
+    except ConfigError:
+        if endpoint is not None:
+            endpoint.close()
+        raise
+    print(f"run {run_id}: {folder.path}/", file=sys.stderr, flush=True)
+    if "page" in known:
+        print(f"page: {known['page']}", file=sys.stderr, flush=True)
+    return folder, endpoint
 
 
 def run_as_rank(file: Path, overrides: Mapping[str, str], place: str, as_json: bool) -> int:
@@ -34,7 +53,7 @@ def run_as_rank(file: Path, overrides: Mapping[str, str], place: str, as_json: b
             check_run_dir(config, place)
         with redirect_stdout(sys.stderr):  # what a factory of the user's prints is not our data
             facts = check_before_start(config, partial(locate, file, overrides), environment.local_world_size)
-        folder = RunFolder.create(config, new_run_id(), place) if is_first else None
+        folder, endpoint = _open(config, file, overrides, place) if is_first else (None, None)
     except ConfigError:
         if environment.local_rank == 0:  # another host may lack what rank 0's has
             raise
@@ -45,6 +64,8 @@ def run_as_rank(file: Path, overrides: Mapping[str, str], place: str, as_json: b
 
     live = LiveLine(sys.stderr, os.environ, shutil.get_terminal_size().columns)
     owner = RankOwner(environment.rank, config, facts, folder, live.show)
+    if folder is not None and config.monitoring.enabled:
+        owner.watch = RunWatch(owner.record, folder, endpoint)
     try:
         with redirect_stdout(sys.stderr):
             run(lambda: owner.work(Coordinator.from_config))
