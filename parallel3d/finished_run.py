@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -37,6 +37,7 @@ _RANK_NUMBERS = (
 _STEP_KEYS = ("loss", "grad_norm", "learning_rate", "tokens", "seconds")
 
 Json = dict[str, Any]
+T = TypeVar("T")
 
 
 def load_run(folder: str | Path) -> Json:
@@ -181,7 +182,7 @@ def rank_name(rank: Mapping[str, Any]) -> str:
     return name_rank(rank["rank"], None if coords is None else Coords(**coords))
 
 
-def thinned(rows: list[Json], most: int) -> list[Json]:
+def thinned(rows: list[T], most: int) -> list[T]:
     """At most so many, evenly spread, the first and the last among them."""
     if len(rows) <= most:
         return rows

@@ -20,6 +20,7 @@ VERBS = (
     "bench",
     "report",
     "verify",
+    "view",
     "dashboards",
 )
 
