@@ -34,13 +34,14 @@ from monitoring.recorder import Recorder
 from parallel3d.config import RunConfig, load_config
 from parallel3d.coordinator import Coordinator
 from parallel3d.last_steps import LastSteps
-from parallel3d.trainer import Steps, SupervisorOwner, sending_events
+from parallel3d.trainer import Steps, SupervisorOwner, facts_of, sending_events
 from parallel3d.training_run import Run
 from runtime.control import Message, rank_control
 from runtime.loop import run
 from runtime.script import Target
 
 BATCH = 16
+SCRIPT = str(Path(__file__).resolve())
 CASES = {"two replicas": (2, 1, 16), "two stages": (1, 2, 8)}
 """dp, pp, sequence."""
 TURNS = ("off", "on", "asked")
@@ -98,8 +99,6 @@ class Turns:
         self._num_steps = _SETTLING + int(await self._mesh.world.broadcast(num, root=0))
 
     def _facts(self) -> dict[str, object]:
-        from parallel3d.trainer import facts_of
-
         return facts_of(self._coordinators["on"])
 
     async def take(self, rounds: int) -> dict[str, list[float]]:
@@ -162,7 +161,7 @@ def config_of(case: str, folder: Path) -> RunConfig:
 
 async def watch(case: str, rounds: int, folder: Path, result: Path) -> int:
     """One run; gives the number of answers that onlookers got."""
-    target = Target(os.path.abspath(__file__), args=("rank", case, str(rounds), str(result)))
+    target = Target(SCRIPT, args=("rank", case, str(rounds), str(result)))
     watched = WatchedRun(config_of(case, folder), target=target)
     watched.turned = asyncio.Event()
     async with watched:
@@ -210,7 +209,7 @@ class Onlookers:
 
     def __init__(self, page: str, metrics: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "look", page, metrics], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, SCRIPT, "look", page, metrics], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
     def ask(self, times: int) -> None:

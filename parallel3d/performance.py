@@ -9,10 +9,11 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from monitoring.time_parts import MEANINGS, NO_TIME, TimeParts, mean_of
+from monitoring.totals import WARM_UP
 from parallel3d.executor import Timed
 from parallel3d.schedules.actions import Kind
 
-WARM_UP = 2  # steps that load what torch loads late, and say nothing of those that follow
+
 _LATEST = 1000  # steps that performance is about
 _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 _SENDS = (Kind.SEND_F, Kind.SEND_B)

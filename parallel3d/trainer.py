@@ -96,10 +96,10 @@ class SupervisorOwner:
 async def train(coordinator: Coordinator, owner: Owner, last: LastSteps, gathering: Gathering | None = None) -> None:
     """All steps, or as many as the owner wishes. gathering: where ranks have to bring together what they tell."""
     mesh = coordinator.mesh
-    steps = _Steps(coordinator, owner, last, gathering)
+    steps = Steps(coordinator, owner, last, gathering)
     owner.send("clock", offset=await clock_offset(mesh))
-    owner.send("ready", **_facts(coordinator))
-    with _sending_events(coordinator, owner):
+    owner.send("ready", **facts_of(coordinator))
+    with sending_events(coordinator, owner):
         # Left early, it shall stop loading now and not when the garbage collector comes by.
         async with serving_rank(coordinator, owner), aclosing(coordinator.batches()) as batches:
             async for batch in batches:
@@ -110,7 +110,7 @@ async def train(coordinator: Coordinator, owner: Owner, last: LastSteps, gatheri
 
 
 @contextmanager
-def _sending_events(coordinator: Coordinator, owner: Owner) -> Iterator[None]:
+def sending_events(coordinator: Coordinator, owner: Owner) -> Iterator[None]:
     """Also the last ones, however it ends."""
     mesh, recorder = coordinator.mesh, coordinator.recorder
     if recorder is None:
@@ -124,7 +124,7 @@ def _sending_events(coordinator: Coordinator, owner: Owner) -> Iterator[None]:
         sender.stop()
 
 
-def _facts(coordinator: Coordinator) -> dict[str, object]:
+def facts_of(coordinator: Coordinator) -> dict[str, object]:
     mesh = coordinator.mesh
     return {
         "device": _device_name(mesh),
@@ -136,7 +136,7 @@ def _facts(coordinator: Coordinator) -> dict[str, object]:
     }
 
 
-class _Steps:
+class Steps:
     """Makes each step, and tells the owner of it."""
 
     def __init__(
