@@ -14,117 +14,34 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
-import torch
+sys.path.append(sys.path.pop(0))  # this file has the name of a package of ours, which shall be found first
+
 from common import median, options, show, wanted
+from watching.rank import TURNS
 
 from monitoring.events import What
 from monitoring.recorder import Recorder
 from parallel3d.config import RunConfig, load_config
-from parallel3d.coordinator import Coordinator
-from parallel3d.last_steps import LastSteps
-from parallel3d.trainer import Steps, SupervisorOwner, facts_of, sending_events
 from parallel3d.training_run import Run
-from runtime.control import Message, rank_control
+from runtime.control import Message
 from runtime.loop import run
 from runtime.script import Target
 
 BATCH = 16
-SCRIPT = str(Path(__file__).resolve())
+SCRIPT = Path(__file__).resolve()
+RANK = str(SCRIPT.with_name("watching") / "rank.py")
 CASES = {"two replicas": (2, 1, 16), "two stages": (1, 2, 8)}
 """dp, pp, sequence."""
-TURNS = ("off", "on", "asked")
-TURN_SECONDS = 1.0
 AT_ONCE = 100
-_SETTLING = 2  # steps of a turn that don't count: what the turn before has left is worked off in them
-
-
-# A rank.
-
-
-async def take_turns(case: str, rounds: int, folder: Path) -> dict[str, list[float]]:
-    """Mean seconds of a step, by kind of turn, one for each round."""
-    config = load_config(folder / "config.yaml", environ={})
-    control = rank_control()
-    assert control is not None
-    owner = SupervisorOwner(control)
-    unwatched = config.model_copy(update={"monitoring": config.monitoring.model_copy(update={"enabled": False})})
-    try:
-        async with Coordinator.from_config(config) as watched, Coordinator.from_config(unwatched) as plain:
-            turns = Turns({"off": plain, "on": watched, "asked": watched}, owner, batch_of(case, watched))
-            await turns.warm_up()
-            return await turns.take(rounds)
-    finally:
-        await owner.close()
-
-
-def batch_of(case: str, coordinator: Coordinator) -> tuple[torch.Tensor, torch.Tensor]:
-    dp, _, sequence = CASES[case]
-    generator = torch.Generator().manual_seed(coordinator.mesh.dp.rank)
-    inputs, targets = torch.randint(0, 256, (2, BATCH // dp, sequence), generator=generator)
-    return inputs, targets
-
-
-class Turns:
-    """The same steps, watched and not."""
-
-    def __init__(self, coordinators: Mapping[str, Coordinator], owner: SupervisorOwner, batch: Any) -> None:
-        self._coordinators, self._owner, self._batch = coordinators, owner, batch
-        self._steps = {
-            name: Steps(each, owner, LastSteps(each.mesh, each.recorder)) for name, each in coordinators.items()
-        }
-        self._mesh = coordinators["off"].mesh
-
-    async def warm_up(self) -> None:
-        """The first steps load what torch loads late; then as many a turn as take about its time."""
-        self._owner.send("ready", **self._facts())
-        for coordinator in dict.fromkeys(self._coordinators.values()):
-            for _ in range(5):
-                await coordinator.train_step(self._batch)
-        start = time.perf_counter()
-        for _ in range(5):
-            await self._coordinators["off"].train_step(self._batch)
-        num = torch.tensor([TURN_SECONDS / ((time.perf_counter() - start) / 5)])
-        self._num_steps = _SETTLING + int(await self._mesh.world.broadcast(num, root=0))
-
-    def _facts(self) -> dict[str, object]:
-        return facts_of(self._coordinators["on"])
-
-    async def take(self, rounds: int) -> dict[str, list[float]]:
-        seconds: dict[str, list[float]] = {name: [] for name in TURNS}
-        for number in range(rounds):
-            for name in TURNS if number % 2 else TURNS[::-1]:
-                seconds[name].append(await self._turn(name))
-        return seconds
-
-    async def _turn(self, name: str) -> float:
-        coordinator, steps = self._coordinators[name], self._steps[name]
-        if self._mesh.rank == 0:
-            self._owner.send("turn", name=name)
-        with sending_events(coordinator, self._owner) if name != "off" else nullcontext():
-            for number in range(self._num_steps):
-                if number == _SETTLING:
-                    start = time.perf_counter()
-                steps.made(await coordinator.train_step(self._batch))
-            return (time.perf_counter() - start) / (self._num_steps - _SETTLING)
-
-
-def rank_main() -> None:
-    _, _, case, rounds, result, folder = sys.argv
-    found = run(lambda: take_turns(case, int(rounds), Path(folder)))
-    if os.environ["RANK"] == "0":
-        Path(result).write_text(json.dumps(found))
 
 
 # The run, and those who look at it.
@@ -161,7 +78,7 @@ def config_of(case: str, folder: Path) -> RunConfig:
 
 async def watch(case: str, rounds: int, folder: Path, result: Path) -> int:
     """One run; gives the number of answers that onlookers got."""
-    target = Target(SCRIPT, args=("rank", case, str(rounds), str(result)))
+    target = Target(RANK, args=(str(rounds), str(result)))
     watched = WatchedRun(config_of(case, folder), target=target)
     watched.turned = asyncio.Event()
     async with watched:
@@ -209,7 +126,7 @@ class Onlookers:
 
     def __init__(self, page: str, metrics: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, SCRIPT, "look", page, metrics], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, str(SCRIPT), "look", page, metrics], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
     def ask(self, times: int) -> None:
@@ -301,9 +218,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["rank"]:
-        rank_main()
-    elif sys.argv[1:2] == ["look"]:
+    if sys.argv[1:2] == ["look"]:
         look(*sys.argv[2:])
     else:
         main()

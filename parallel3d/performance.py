@@ -13,7 +13,6 @@ from monitoring.totals import WARM_UP
 from parallel3d.executor import Timed
 from parallel3d.schedules.actions import Kind
 
-
 _LATEST = 1000  # steps that performance is about
 _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 _SENDS = (Kind.SEND_F, Kind.SEND_B)
