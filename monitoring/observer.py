@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from monitoring.attribution import attribute
+from monitoring.bottlenecks import Planner, find_bottlenecks
 from monitoring.checks import count, finite, number, text, whole_number
 from monitoring.collectives import CollectiveRecorder
 from monitoring.events import ACTIONS, Event, unpack
@@ -34,16 +35,11 @@ RULES_SECONDS = 1.0
 _MOST_AHEAD = 256  # steps whose parts are known before rank 0 has told of them
 _QUEUE_REPORTS = 20
 
-Find = Callable[[Window, RunFacts, Mapping[int, RankFacts], Any], list[Bottleneck]]
+Find = Callable[[Window, RunFacts, Mapping[int, RankFacts], Planner | None], list[Bottleneck]]
 OnChange = Callable[[str, Any], None]
 """Called with "step": a `ToldStep.to_json()`, its parts null; "parts": {step, seconds, parts, stragglers}, some moments
 later; "bottlenecks" and "stragglers": a list of those that changed, each with its `state`, `found` or `gone`; "log":
 the record."""
-
-
-def find_nothing(window: Window, facts: RunFacts, ranks: Mapping[int, RankFacts], planner: Any) -> list[Bottleneck]:
-    """No rules."""
-    return []
 
 
 class Observer:
@@ -52,9 +48,9 @@ class Observer:
     def __init__(
         self,
         facts: RunFacts,
-        planner: Any = None,
+        planner: Planner | None = None,
         *,
-        find: Find = find_nothing,
+        find: Find = find_bottlenecks,
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
