@@ -109,7 +109,7 @@ def test_data_that_comes_late(folder):
 def test_a_rank_that_sleeps_in_its_forward(folder, axis):
     one = only(folder, f"parallel.{axis}=2", "model.args.trouble=sleeps", "pipeline.microbatches=1")
     assert (one["kind"], one["rank"]) == ("straggler", 1)
-    assert one["gain"] > 0.3
+    assert one["gain"] > 0.1
 
 
 def test_stages_that_differ(folder):
