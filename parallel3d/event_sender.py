@@ -34,21 +34,26 @@ class EventSender:
     """Of one rank. While the listener is behind, nothing is taken: the recorder forgets the oldest, and counts them."""
 
     def __init__(
-        self, recorder: Recorder, listener: Listener, is_computing: Callable[[], bool], queue: QueueDepths | None = None
+        self,
+        recorder: Recorder,
+        listener: Listener,
+        is_computing: Callable[[], bool],
+        queue: QueueDepths | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """is_computing: whether the engine thread is at work, so that nobody waits for the event loop."""
         self._recorder, self._listener, self._is_computing, self._queue = recorder, listener, is_computing, queue
-        self._dropped = 0
+        self._clock, self._dropped = clock, 0
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """From now on, until `stop`."""
-        self._due = time.monotonic() + INTERVAL
+        self._due = self._clock() + INTERVAL
         self._timer = asyncio.get_running_loop().call_later(INTERVAL, self._ring)
 
     def _ring(self) -> None:
         """Between steps others wait for this rank; but where none comes, as without data, it is told all the same."""
-        now, pause = time.monotonic(), _PAUSE
+        now, pause = self._clock(), _PAUSE
         if self._is_computing() or now > self._due + INTERVAL:
             self.send_some()
             self._due, pause = now + INTERVAL, INTERVAL

@@ -36,6 +36,11 @@ class RunWatch:
         """A rank's message; never waits."""
         self._station.take(rank, message)
 
+    @property
+    def bubble(self) -> float | None:
+        """Of the latest step of which it is known."""
+        return self._observer.bubble
+
     async def settle(self) -> None:
         """The record then has all that was observed, and the page how the run ended."""
         record = self._record

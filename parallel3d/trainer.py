@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from parallel3d.clock_offsets import clock_offset
 from parallel3d.config import RunConfig, load_config
 from parallel3d.event_sender import EventSender
+from parallel3d.gathering import Gathering
 from parallel3d.last_steps import LastSteps
 from parallel3d.rank_endpoint import serving_rank
 from parallel3d.rank_mesh import Mesh
@@ -91,22 +93,18 @@ class SupervisorOwner:
             self._push()
 
 
-async def train(coordinator: Coordinator, owner: Owner, last: LastSteps) -> None:
-    """All steps, or as many as the owner wishes."""
-    mesh, steps = coordinator.mesh, _Steps(coordinator, owner, last)
-    wishes = Wishes(mesh)
+async def train(coordinator: Coordinator, owner: Owner, last: LastSteps, gathering: Gathering | None = None) -> None:
+    """All steps, or as many as the owner wishes. gathering: where ranks have to bring together what they tell."""
+    mesh = coordinator.mesh
+    steps = _Steps(coordinator, owner, last, gathering)
+    owner.send("clock", offset=await clock_offset(mesh))
     owner.send("ready", **_facts(coordinator))
-    # Left early, it shall stop loading now and not when the garbage collector comes by.
     with _sending_events(coordinator, owner):
+        # Left early, it shall stop loading now and not when the garbage collector comes by.
         async with serving_rank(coordinator, owner), aclosing(coordinator.batches()) as batches:
             async for batch in batches:
-                wishes.tell(owner.wish)
-                step = await steps.make(batch)
-                wish = await wishes.agreed()
-                steps.made(step)
-                if wish.number != steps.wish.number:
-                    steps.follow(wish, step.step + 1)
-                if wish.stops:
+                await steps.make(batch)
+                if steps.wish.stops:
                     break
     await steps.finish()
 
@@ -139,17 +137,32 @@ def _facts(coordinator: Coordinator) -> dict[str, object]:
 
 
 class _Steps:
-    """Tells the owner of each step."""
+    """Makes each step, and tells the owner of it."""
 
-    def __init__(self, coordinator: Coordinator, owner: Owner, last: LastSteps) -> None:
+    def __init__(
+        self, coordinator: Coordinator, owner: Owner, last: LastSteps, gathering: Gathering | None = None
+    ) -> None:
         self._coordinator, self._mesh, self._owner, self._last = coordinator, coordinator.mesh, owner, last
+        self._gathering, self._wishes = gathering, Wishes(coordinator.mesh)
         self._num_made = 0
         self._looked = float("-inf")
         self._looking: asyncio.Task[None] | None = None
         self.wish = Wish()
 
-    async def make(self, batch: Any) -> TrainStep:
-        """The next step."""
+    async def make(self, batch: Any) -> None:
+        """The next step, with what goes on beside it."""
+        wish, gathering = self._owner.wish, self._gathering
+        self._wishes.tell(wish if gathering is None else wish._replace(room=gathering.wished_room))
+        if gathering is not None:
+            gathering.begin(self.wish.room)
+        step = await self._train(batch)
+        agreed = await self._wishes.agreed()
+        if gathering is not None:
+            await gathering.end()
+        self.made(step)
+        self.follow(agreed, step.step + 1)
+
+    async def _train(self, batch: Any) -> TrainStep:
         try:
             return await self._coordinator.train_step(batch)
         except NonFiniteGradient:
@@ -161,19 +174,17 @@ class _Steps:
         """A step has ended just now."""
         self._num_made += 1
         self._last.add(step)
-        seconds = step.ended - step.began
-        parts = step.parts(seconds)
-        fields: dict[str, object] = {"step": step.step, "bubble": step.bubble, "parts": list(parts.seconds)}
-        if self._mesh.rank == 0:
-            fields |= {
-                "loss": step.loss,
-                "grad_norm": step.grad_norm,
-                "learning_rate": step.learning_rate,
-                "tokens": step.tokens,
-                "seconds": seconds,
-                "bandwidth": step.all_reduce_bandwidth,
-            }
-        self._owner.send("step", **fields)
+        if self._mesh.rank == 0:  # for all: what its own time went into, each rank tells by its events
+            self._owner.send(
+                "step",
+                step=step.step,
+                loss=step.loss,
+                grad_norm=step.grad_norm,
+                learning_rate=step.learning_rate,
+                tokens=step.tokens,
+                seconds=step.ended - step.began,
+                bandwidth=step.all_reduce_bandwidth,
+            )
         if step.ended - self._looked > _MEMORY_SECONDS:
             self._looked = step.ended
             self._looking = asyncio.create_task(self._note_memory())
@@ -182,8 +193,8 @@ class _Steps:
         """Do what all ranks have agreed on, from step `first` on."""
         if wish.learning_rate != self.wish.learning_rate:
             self._coordinator.learning_rate = wish.learning_rate
-        self.wish = wish
-        if self._mesh.rank == 0:
+        is_new, self.wish = wish.number != self.wish.number, wish
+        if is_new and self._mesh.rank == 0:
             self._owner.send("agreed", number=wish.number, step=first, learning_rate=wish.learning_rate)
 
     async def _note_memory(self) -> None:
@@ -194,6 +205,8 @@ class _Steps:
 
     async def finish(self) -> None:
         """After the last step."""
+        if self._gathering is not None:
+            await self._gathering.close()
         if self._looking is not None:
             await self._looking
         await self._note_memory()

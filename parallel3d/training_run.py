@@ -383,6 +383,11 @@ class Run:
             case _:
                 return 0
 
+    @property
+    def bubble(self) -> float | None:
+        """The share of the latest known step that ranks wait for other stages; None before it is known."""
+        return None if self._watch is None else self._watch.bubble
+
     def metrics(self) -> dict[str, Any]:
         """The content of `metrics.json`, as it is now."""
         return self._folder.metrics(self.record)

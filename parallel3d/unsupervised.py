@@ -4,26 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
-from monitoring.trace import STEPS, Span
+from monitoring.trace import Span
+from parallel3d.clock_offsets import clock_offset
 from parallel3d.config import RunConfig
+from parallel3d.gathering import Gathering, Outbox, read
 from parallel3d.last_steps import LastSteps
 from parallel3d.rank_mesh import Mesh
 from parallel3d.run_folder import RunFolder
-from parallel3d.run_record import ModelFacts, RankTotals, RunError, RunRecord, RunStep, Status, step_event
+from parallel3d.run_record import ModelFacts, RunError, RunRecord, RunStep, Status, step_event
 from parallel3d.trainer import MakeCoordinator, train
 from parallel3d.wishes import Wish
 from process_groups.group import Group
+from runtime.control import Message
 from runtime.errors import CommunicationError, DeadlineExceeded, name_rank
 
 
+class Watch(Protocol):
+    """Who looks on, where rank 0 is."""
+
+    def take(self, rank: int, message: Message) -> object:
+        """Never waits."""
+
+    async def settle(self) -> None:
+        """No message comes any more; the record then has what was found."""
+
+    async def close(self) -> None:
+        """The folder is complete."""
+
+
 class RankOwner:
-    """A rank that works for itself. Rank 0 has the run's folder."""
+    """A rank that works for itself. Rank 0 has the run's folder, and hears what all others tell."""
 
     def __init__(
         self,
@@ -32,23 +47,44 @@ class RankOwner:
         facts: ModelFacts,
         folder: RunFolder | None,
         on_step: Callable[[RunRecord, RunStep], None],
+        make_watch: Callable[[RunRecord], Watch] | None = None,
     ) -> None:
+        """make_watch: on rank 0, where somebody looks on."""
         self.wish = Wish()
         self.record = RunRecord(config, facts)
         self.spans: dict[int, list[Span]] = {}
-        self._rank, self._folder, self._on_step = rank, folder, on_step
+        self._rank, self._folder, self._on_step, self._make_watch = rank, folder, on_step, make_watch
+        self._watch: Watch | None = None
+        self._outbox = Outbox()
+        self.num_unheard = 0
+        """Messages that whoever looks on failed over."""
 
-    is_behind = False
+    @property
+    def is_behind(self) -> bool:
+        return self._outbox.is_behind
 
     def send(self, kind: str, **fields: object) -> None:
-        step = self.record.take(self._rank, {"kind": kind, **fields})
+        if self._rank:
+            self._outbox.put(kind, fields)
+        self._hear(self._rank, {"kind": kind, **fields})
+
+    def _hear(self, rank: int, message: Message) -> None:
+        """Of this rank; on rank 0, of all."""
+        step = self.record.take(rank, message)
         if step is not None and self._folder is not None:
             self._folder.event("step", **step_event(step))
             self._on_step(self.record, step)
+        if self._watch is not None:
+            try:
+                self._watch.take(rank, message)
+            except Exception:  # whoever looks on must not end a run
+                self.num_unheard += 1
 
     async def work(self, make: MakeCoordinator) -> None:
         """All of the run; the folder is complete then, also when it fails."""
         try:
+            if self._make_watch is not None:
+                self._watch = self._make_watch(self.record)
             await self._train(make)
             self.record.status = Status.COMPLETED
         except (asyncio.CancelledError, KeyboardInterrupt):
@@ -67,24 +103,23 @@ class RankOwner:
         async with make(self.record.config) as coordinator:
             mesh, last = coordinator.mesh, LastSteps(coordinator.mesh, coordinator.recorder)
             self.send("mesh", coords=list(mesh.coords))
+            gathering = None if coordinator.recorder is None else Gathering(mesh, self._outbox, self._hear)
             try:
-                await train(coordinator, self, last)
+                await train(coordinator, self, last, gathering)
             finally:
                 self.spans[self._rank] = list(last.spans())
-            await self._gather(mesh)
+            await self._gather(mesh, list(last.spans(await clock_offset(mesh))))
 
-    async def _gather(self, mesh: Mesh) -> None:
+    async def _gather(self, mesh: Mesh, spans: list[Span]) -> None:
+        """What is left, and the last steps as rank 0's clock has them."""
         mine = {
-            "totals": self.record.ranks[self._rank].to_wire(),
-            "spans": [span.to_wire() for span in self.spans[self._rank]],
+            "told": self._outbox.take(self._outbox.num_bytes).decode(),
+            "spans": [span.to_wire() for span in spans],
         }
-        everyone = await gather_json(mesh.world, mine)
-        for rank, told in enumerate(everyone):
-            self.record.ranks[rank] = RankTotals.from_wire(told["totals"])
-            self.spans[rank] = [Span.from_wire(row) for row in told["spans"]]
-        for rank, host in enumerate(mesh.hosts):
-            if host != mesh.hosts[self._rank]:
-                self.spans[rank] = _aligned(self.spans[rank], self.spans[self._rank])
+        for rank, theirs in enumerate(await gather_json(mesh.world, mine)):
+            self.spans[rank] = [Span.from_wire(row) for row in theirs["spans"]]
+            for message in read(theirs["told"].encode()) if self._rank == 0 else ():
+                self._hear(rank, message)
 
     def _describe(self, error: Exception) -> RunError:
         """Of an error that a peer has caused, the peer is named."""
@@ -100,7 +135,13 @@ class RankOwner:
         if record.error is not None:
             folder.event("failed", **record.error.to_json())
         folder.event("ended", status=record.status, steps=len(record.steps))
-        await folder.complete(record, self.spans)
+        try:
+            if self._watch is not None:
+                await self._watch.settle()
+            await folder.complete(record, self.spans)
+        finally:
+            if self._watch is not None:
+                await self._watch.close()
 
 
 async def gather_json(group: Group, value: Any) -> list[Any]:
@@ -110,14 +151,4 @@ async def gather_json(group: Group, value: Any) -> list[Any]:
     await group.all_reduce(longest, op="max")
     padded = torch.frombuffer(bytearray(data.ljust(int(longest))), dtype=torch.uint8).to(group.device)
     rows = await group.all_gather(padded.unsqueeze(0))
-    return [json.loads(bytes(row.tolist())) for row in rows.cpu()]
-
-
-def _aligned(spans: Sequence[Span], to: Sequence[Span]) -> list[Span]:
-    """Clocks of hosts differ, but all ranks end a step together."""
-
-    def end_of_steps(each: Sequence[Span]) -> float:
-        return max((span.end for span in each if span.row == STEPS), default=0.0)
-
-    offset = end_of_steps(to) - end_of_steps(spans)
-    return [replace(span, start=span.start + offset, end=span.end + offset) for span in spans]
+    return [json.loads(row.numpy().tobytes()) for row in rows.cpu()]

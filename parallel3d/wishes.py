@@ -1,4 +1,5 @@
-"""What a run's owner wishes of all ranks, a stop or another learning rate, agreed by them for the same step."""
+"""What a run's owner wishes of all ranks, agreed by them for the same step: a stop, another learning rate, and that
+they gather what they have to tell."""
 
 from __future__ import annotations
 
@@ -19,6 +20,8 @@ class Wish(NamedTuple):
     stops: bool = False
     learning_rate: float | None = None
     """None: as configured."""
+    room: int = 0
+    """Bytes for each rank in a gathering beside the next step; 0: there is none."""
 
 
 class Wishes:
@@ -26,7 +29,7 @@ class Wishes:
 
     def __init__(self, mesh: Mesh) -> None:
         self._group, self._told = mesh.world, Wish()
-        self._shared = mesh.world.empty(3, dtype=torch.float64)
+        self._shared = mesh.world.empty(4, dtype=torch.float64)
         self._under_way: Work | None = None
 
     def tell(self, wish: Wish) -> None:
@@ -35,7 +38,7 @@ class Wishes:
         if self._group.size > 1:
             rate = math.nan if wish.learning_rate is None else wish.learning_rate
             if self._group.rank == 0:
-                self._shared.copy_(torch.tensor([wish.number, wish.stops, rate], dtype=torch.float64))
+                self._shared.copy_(torch.tensor([wish.number, wish.stops, rate, wish.room], dtype=torch.float64))
             self._under_way = self._group.broadcast(self._shared, root=0)
 
     async def agreed(self) -> Wish:
@@ -43,5 +46,5 @@ class Wishes:
         if self._under_way is None:
             return self._told
         await self._under_way
-        number, stops, rate = self._shared.tolist()
-        return Wish(int(number), bool(stops), None if math.isnan(rate) else rate)
+        number, stops, rate, room = self._shared.tolist()
+        return Wish(int(number), bool(stops), None if math.isnan(rate) else rate, int(room))

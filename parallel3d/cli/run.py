@@ -111,7 +111,7 @@ def _train(
     live = LiveLine(sys.stderr, os.environ, shutil.get_terminal_size().columns)
 
     def show(step: RunStep) -> None:
-        live.show(training.record, step)
+        live.show(training.record, step, training.bubble)
 
     training = Run(config, place=place, facts=facts, warm=warm, on_step=show, open_endpoint=lambda: endpoint)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

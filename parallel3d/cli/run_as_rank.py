@@ -11,12 +11,15 @@ from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 
+from monitoring.endpoint import Endpoint
 from parallel3d.before_start import check_before_start
 from parallel3d.cli.run_text import LiveLine, say_summary
 from parallel3d.cli.validate import EXIT_BAD_CONFIG
-from parallel3d.config import load_config, locate
+from parallel3d.config import RunConfig, load_config, locate
+from parallel3d.run_endpoint import endpoints, open_endpoint
 from parallel3d.run_folder import RunFolder, check_run_dir, new_run_id
 from parallel3d.run_record import Status
+from parallel3d.run_watch import RunWatch
 from runtime.environment import read_environment
 from runtime.errors import ConfigError
 from runtime.loop import run
@@ -34,7 +37,10 @@ def run_as_rank(file: Path, overrides: Mapping[str, str], place: str, as_json: b
             check_run_dir(config, place)
         with redirect_stdout(sys.stderr):  # what a factory of the user's prints is not our data
             facts = check_before_start(config, partial(locate, file, overrides), environment.local_world_size)
-        folder = RunFolder.create(config, new_run_id(), place) if is_first else None
+        folder, endpoint = None, None
+        if is_first:
+            endpoint = open_endpoint(config, partial(locate, file, overrides))
+            folder = _make_folder(config, place, endpoint)
     except ConfigError:
         if environment.local_rank == 0:  # another host may lack what rank 0's has
             raise
@@ -44,7 +50,8 @@ def run_as_rank(file: Path, overrides: Mapping[str, str], place: str, as_json: b
     from parallel3d.unsupervised import RankOwner
 
     live = LiveLine(sys.stderr, os.environ, shutil.get_terminal_size().columns)
-    owner = RankOwner(environment.rank, config, facts, folder, live.show)
+    watch = partial(RunWatch, folder=folder, endpoint=endpoint) if folder and config.monitoring.enabled else None
+    owner = RankOwner(environment.rank, config, facts, folder, live.show, watch)
     try:
         with redirect_stdout(sys.stderr):
             run(lambda: owner.work(Coordinator.from_config))
@@ -54,6 +61,8 @@ def run_as_rank(file: Path, overrides: Mapping[str, str], place: str, as_json: b
         live.close()
         if folder is not None:
             say_summary(owner.record, folder.path, folder.metrics(owner.record), as_json)
+        if endpoint is not None:
+            endpoint.close()
     match owner.record.status:
         case Status.COMPLETED:
             return 0
@@ -61,3 +70,18 @@ def run_as_rank(file: Path, overrides: Mapping[str, str], place: str, as_json: b
             return EXIT_HUNG
         case _:
             return EXIT_FAILED
+
+
+def _make_folder(config: RunConfig, place: str, endpoint: Endpoint | None) -> RunFolder:
+    """Rank 0's, with where the run is served; the page is told on stderr."""
+    run_id = new_run_id()
+    known = endpoints(run_id, endpoint, config.monitoring.per_rank)
+    try:
+        folder = RunFolder.create(config, run_id, place, known)
+    except ConfigError:
+        if endpoint is not None:
+            endpoint.close()
+        raise
+    if "page" in known:
+        print(f"page: {known['page']}", file=sys.stderr, flush=True)
+    return folder

@@ -204,6 +204,30 @@ def test_under_a_starter_of_ranks_rank_0_writes_the_folder(folder, variables):
 
 
 @pytest.mark.slow
+def test_under_a_starter_what_all_hosts_tell_is_gathered_while_they_train(folder):
+    """Enough steps for some gatherings, over two hosts, whose clock is really one."""
+    places = [{**each, "PARALLEL3D_HOST": f"host-{rank}"} for rank, each in enumerate(torch_variables(2))]
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(run(folder, "run.yaml", *settings(parallel__dp=2, train__steps=150), **each))
+            for each in places
+        ]
+        for rank in ranks:
+            assert rank.finish(120) == 0, rank.stderr.text
+    found = metrics(folder)
+    assert found["steps"] == 150
+    assert all(rank["memory_bytes"] and rank["seconds"]["compute"] for rank in found["ranks"])
+    trace = json.loads(gzip.decompress((folder / "out" / "trace.json.gz").read_bytes()))["traceEvents"]
+    ends = [
+        [each["ts"] + each["dur"] for each in trace if each["name"].startswith("step ") and each["pid"] == rank]
+        for rank in (0, 1)
+    ]
+    assert len(ends[0]) == len(ends[1]) == 3
+    # All ranks meet at the end of each step.
+    assert ends[0] == pytest.approx(ends[1], abs=0.2e6)
+
+
+@pytest.mark.slow
 def test_under_a_starter_a_failure_is_written_too(folder):
     with ExitStack() as stack:
         ranks = [stack.enter_context(run(folder, "own.yaml", TROUBLE="raise", **each)) for each in torch_variables(2)]
