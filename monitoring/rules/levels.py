@@ -25,7 +25,7 @@ LEVELS: Mapping[str, Levels] = {
     "small_buckets": Levels(0.05, 0.15, 0.30, 0.50),  # share of the step that reducing takes
     "straggler": Levels(0.0, 0.40, 0.45, 0.70),  # 1 - score; the detector decided already that there is one
     "oversubscribed_cores": Levels(0.10, 0.25, 0.50, 0.75),  # share of the step without a core
-    "event_loop_lag": Levels(0.1, 0.25, 0.5, 1.0),  # seconds, the 99th percentile
+    "event_loop_lag": Levels(0.1, 0.25, 0.5, 1.0),  # seconds, the 95th percentile
     "data_starved": Levels(0.10, 0.20, 0.35, 0.50),  # share of the step
     "checkpoint_stalls": Levels(0.05, 0.10, 0.25, 0.50),  # share of the step
     "uneven_stages": Levels(0.15, 0.25, 0.40, 0.60),  # 1 - mean / slowest

@@ -9,7 +9,7 @@ from monitoring.observations import Bottleneck, Severity, Straggler
 from monitoring.rules.levels import severity_of
 from monitoring.rules.view import WORTH_IT, View, duration, percent, saved
 
-_LEAST_LAGS = 20  # timers, about a second of one rank: fewer have no 99th percentile
+_LEAST_LAGS = 20  # timers, about a second of one rank: fewer have no 95th percentile
 
 
 def oversubscribed_cores(view: View) -> Iterator[Bottleneck]:
@@ -126,15 +126,15 @@ def event_loop_lag(view: View) -> Iterator[Bottleneck]:
         return
     if any(each.compared_with == "processor" for each in view.window.stragglers):
         return  # without a core its event loop is late too
-    late = lag.quantile(0.99)
+    late = lag.quantile(0.95)  # more than a moment without a core now and then
     severity = severity_of("event_loop_lag", late)
     if severity is not None:
         yield Bottleneck(
             kind="event_loop_lag",
             severity=severity,
-            message=f"One in 100 timers of the event loops comes {duration(late)} late or later, the worst "
+            message=f"One in 20 timers of the event loops comes {duration(late)} late or later, the worst "
             f"{duration(lag.worst)}.",
-            evidence={"p99_seconds": late, "worst_seconds": lag.worst, "timers": sum(lag.counts)},
+            evidence={"p95_seconds": late, "worst_seconds": lag.worst, "timers": sum(lag.counts)},
             remedy="Find what runs on the event loop, or holds Python's lock: a blocking call in your script, Python "
             "code in the dataset. Where it is torch's threads that take all cores, use fewer.",
             key="runtime.threads",
