@@ -56,7 +56,7 @@ class Coordinator:
         """Bytes and seconds of the tensor-parallel sums that were told of."""
         self._reduced: _Pass | None = None
         """Whose gradients `backward_pass` left."""
-        self.recorder = Recorder() if getattr(self.config.monitoring, "enabled", True) else None
+        self.recorder = Recorder() if self.config.monitoring.enabled else None
         """What happens in this rank; None where nobody watches."""
 
     @classmethod

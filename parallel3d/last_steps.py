@@ -15,7 +15,7 @@ from parallel3d.rank_mesh import Mesh
 if TYPE_CHECKING:
     from parallel3d.performance import TrainStep
 
-KEPT = 3
+KEPT = 3  # where no configuration says how many
 
 
 class LastSteps:
@@ -23,7 +23,7 @@ class LastSteps:
 
     def __init__(self, mesh: Mesh, recorder: Recorder | None) -> None:
         self._mesh, self._recorder = mesh, recorder
-        num_steps = KEPT if mesh.config is None else getattr(mesh.config.monitoring, "trace_steps", KEPT)
+        num_steps = KEPT if mesh.config is None else mesh.config.monitoring.trace_steps
         self._facts: deque[tuple[int, dict[str, Any]]] = deque(maxlen=num_steps)
 
     def add(self, step: TrainStep) -> None:

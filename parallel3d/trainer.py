@@ -174,19 +174,17 @@ class _Steps:
         """A step has ended just now."""
         self._num_made += 1
         self._last.add(step)
-        seconds = step.ended - step.began
-        parts = step.parts(seconds)
-        fields: dict[str, object] = {"step": step.step, "bubble": step.bubble, "parts": list(parts.seconds)}
-        if self._mesh.rank == 0:
-            fields |= {
-                "loss": step.loss,
-                "grad_norm": step.grad_norm,
-                "learning_rate": step.learning_rate,
-                "tokens": step.tokens,
-                "seconds": seconds,
-                "bandwidth": step.all_reduce_bandwidth,
-            }
-        self._owner.send("step", **fields)
+        if self._mesh.rank == 0:  # for all: what its own time went into, each rank tells by its events
+            self._owner.send(
+                "step",
+                step=step.step,
+                loss=step.loss,
+                grad_norm=step.grad_norm,
+                learning_rate=step.learning_rate,
+                tokens=step.tokens,
+                seconds=step.ended - step.began,
+                bandwidth=step.all_reduce_bandwidth,
+            )
         if step.ended - self._looked > _MEMORY_SECONDS:
             self._looked = step.ended
             self._looking = asyncio.create_task(self._note_memory())

@@ -6,6 +6,8 @@ import asyncio
 import gzip
 import json
 import os
+import time
+import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 import parallel3d
-from tests.processes import ROOT, Started, write_script
+from tests.processes import ROOT, SECONDS, Started, write_script
 from tests.ranks import slurm_variables, torch_variables
 
 FILES = ["config.yaml", "endpoints.json", "events.jsonl", "metrics.json", "report.html", "trace.json.gz"]
@@ -201,6 +203,35 @@ def test_under_a_starter_of_ranks_rank_0_writes_the_folder(folder, variables):
     found = metrics(folder)
     assert [rank["coords"]["dp"] for rank in found["ranks"]] == [0, 1]
     assert found["losses"][-1] < found["losses"][0] - 1
+
+
+@pytest.mark.slow
+def test_under_a_starter_what_all_hosts_tell_is_gathered_while_they_train(folder):
+    """Enough steps for some gatherings, over two hosts, whose clock is really one."""
+    places = [{**each, "PARALLEL3D_HOST": f"host-{rank}"} for rank, each in enumerate(torch_variables(2))]
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(run(folder, "run.yaml", *settings(parallel__dp=2, train__steps=400), **each))
+            for each in places
+        ]
+        ranks[0].stderr.wait_for("page: http://127.0.0.1:")
+        url = json.loads((folder / "out" / "endpoints.json").read_text())["metrics"]
+        computed, deadline = 'parallel3d_phase_seconds_total{phase="compute",rank="1"} ', time.monotonic() + SECONDS
+        while computed not in (page := urllib.request.urlopen(url, timeout=SECONDS).read().decode()):
+            assert time.monotonic() < deadline, page
+        for rank in ranks:
+            assert rank.finish(120) == 0, rank.stderr.text
+    found = metrics(folder)
+    assert found["steps"] == 400
+    assert all(rank["memory_bytes"] and rank["seconds"]["compute"] for rank in found["ranks"])
+    trace = json.loads(gzip.decompress((folder / "out" / "trace.json.gz").read_bytes()))["traceEvents"]
+    ends = [
+        [each["ts"] + each["dur"] for each in trace if each["name"].startswith("step ") and each["pid"] == rank]
+        for rank in (0, 1)
+    ]
+    assert len(ends[0]) == len(ends[1]) == 3
+    # All ranks meet at the end of each step.
+    assert ends[0] == pytest.approx(ends[1], abs=0.2e6)
 
 
 @pytest.mark.slow

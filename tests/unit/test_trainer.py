@@ -7,21 +7,29 @@ import gzip
 import json
 import os
 import socket
+from base64 import b64decode
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 
 import parallel3d
-from monitoring.time_parts import PARTS
+from monitoring.events import Axis, Event, What, unpack
+from monitoring.recorder import Recorder
+from parallel3d import gathering
 from parallel3d.config import load_config
+from parallel3d.event_sender import EventSender
 from parallel3d.last_steps import KEPT, LastSteps
+from parallel3d.performance import TrainStep
 from parallel3d.run_folder import RunFolder
 from parallel3d.run_record import ModelFacts, RunRecord, Status
+from parallel3d.run_watch import RunWatch
 from parallel3d.trainer import SupervisorOwner, train, used_memory
 from parallel3d.unsupervised import RankOwner, gather_json
 from parallel3d.wishes import Wish, Wishes
 from runtime.control import LauncherControl, RankControl
+from runtime.errors import NonFiniteGradient
 from tests.stand_in import STAND_IN, StandIn
 
 
@@ -43,13 +51,26 @@ class Ear:
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [message for message in self.heard if message["kind"] == kind]
 
+    def events(self) -> list[Event]:
+        return events_in(self.of("events"))
+
+    def steps(self) -> list[int]:
+        """Of which there was an event."""
+        return [event.step for event in self.events() if event.what == What.STEP]
+
+
+def events_in(messages: Iterable[dict[str, Any]]) -> list[Event]:
+    return [event for message in messages for event in unpack(b64decode(message["data"]))]
+
 
 async def trained(steps: int, wishes: dict[int, Wish]) -> list[Ear]:
     """Only rank 0's wishes count; the others wish to stop at once."""
 
     async def main() -> Ear:
         async with StandIn(config_of(steps)) as coordinator:
-            ear = Ear(wishes if coordinator.mesh.rank == 0 else {0: Wish(99, stops=True)})
+            ear = Ear(wishes)
+            if coordinator.mesh.rank:
+                ear.wish = Wish(99, stops=True)
             await train(coordinator, ear, LastSteps(coordinator.mesh, coordinator.recorder))
             return ear
 
@@ -61,12 +82,15 @@ async def test_every_rank_tells_of_every_step():
     for ear in (first, second):
         (ready,) = ear.of("ready")
         assert (ready["device"], ready["parameters"], ready["pid"]) == ("cpu", 6, os.getpid())
-        assert [message["step"] for message in ear.of("step")] == [0, 1, 2, 3]
-        assert all(len(message["parts"]) == len(PARTS) for message in ear.of("step"))
         assert ear.of("memory")[-1]["bytes"] > 1 << 20
+        assert ear.of("memory")[-1]["kinds"] == {"weights": 24, "gradients": 24, "optimizer": 48}
+        assert (ready["num_cores"], ready["num_buckets"]) == (len(os.sched_getaffinity(0)), 1)
+        assert ear.of("clock") == [{"kind": "clock", "offset": 0.0}]
+        assert ear.of("queue")[-1]["capacity"] == 2
     assert [message["loss"] for message in first.of("step")] == [10.0, 9.0, 8.0, 7.0]
     assert all(message["bandwidth"] > 0 for message in first.of("step"))
-    assert "loss" not in second.of("step")[0], "rank 0 speaks for all"
+    assert [message["step"] for message in first.of("step")] == [0, 1, 2, 3]
+    assert second.of("step") == [], "rank 0 speaks for all"
     record = RunRecord(config_of())
     for rank, ear in enumerate((first, second)):
         for message in ear.heard:
@@ -74,9 +98,52 @@ async def test_every_rank_tells_of_every_step():
     assert (record.malformed, len(record.steps)) == (0, 4)
 
 
+async def test_the_events_of_every_step_are_told():
+    for ear in await trained(30, {}):
+        told = ear.events()
+        for what in (What.F, What.B, What.STEP):
+            assert [event.step for event in told if event.what == what] == list(range(30))
+        assert {event.axis for event in told if event.what == What.COLLECTIVE} == {Axis.DP, Axis.WORLD}
+        assert ear.of("events")[-1]["dropped"] == 0
+        wholes = [event.seconds for event in told if event.what == What.STEP]
+        assert [step["seconds"] for step in ear.of("step")] in ([], pytest.approx(wholes))
+
+
+async def test_events_are_told_also_when_a_step_fails(monkeypatch):
+    monkeypatch.setenv(STAND_IN, "raise 0 2")
+    ears = []
+
+    async def main() -> None:
+        async with StandIn(config_of()) as coordinator:
+            ears.append(Ear({}))
+            await train(coordinator, ears[-1], LastSteps(coordinator.mesh, coordinator.recorder))
+
+    with pytest.raises(ValueError, match="the model has an opinion"):
+        await parallel3d.in_process(main, ranks=2)
+    assert ears[0].steps() == [0, 1]
+
+
+async def test_a_gradient_that_is_not_finite_is_told_by_rank_0():
+    class Exploding(StandIn):
+        async def train_step(self, batch: int) -> TrainStep:
+            if batch == 2:
+                raise NonFiniteGradient("the norm of the gradients is nan", ranks=(0,))
+            return await super().train_step(batch)
+
+    async def main() -> Ear:
+        async with Exploding(config_of()) as coordinator:
+            ear = Ear({})
+            with pytest.raises(NonFiniteGradient):
+                await train(coordinator, ear, LastSteps(coordinator.mesh, coordinator.recorder))
+            return ear
+
+    first, second = await parallel3d.in_process(main, ranks=2)
+    assert (first.of("nonfinite"), second.of("nonfinite")) == ([{"kind": "nonfinite", "step": 2}], [])
+
+
 async def test_all_ranks_stop_after_the_same_step():
     first, second = await trained(50, {4: Wish(1, stops=True)})
-    assert [len(ear.of("step")) for ear in (first, second)] == [6, 6], "wished after step 4, agreed in step 5"
+    assert [ear.steps() for ear in (first, second)] == [list(range(6))] * 2, "wished after step 4, agreed in step 5"
     assert first.of("agreed") == [{"kind": "agreed", "number": 1, "step": 6, "learning_rate": None}]
     assert second.of("agreed") == []
 
@@ -172,7 +239,54 @@ async def test_a_busy_supervisor_misses_no_step(pair):
     assert heard == list(range(3000))
 
 
+async def test_a_supervisor_that_hears_nothing_costs_the_oldest_events_and_no_step(pair):
+    launcher, rank = pair
+    owner, recorder = SupervisorOwner(rank), Recorder(1000)
+    sender = EventSender(recorder, owner, lambda: True)
+    for step in range(20_000):
+        recorder.record(What.STEP, step, 1.0, 2.0)
+        if step % 50 == 0:
+            sender.send_some()
+    assert len(owner._unsent) <= 4, "what was taken waits, the rest stays in the ring"
+    sender.stop()
+    closing = asyncio.create_task(owner.close())
+    heard: list[dict[str, Any]] = []
+    while not closing.done():
+        heard += launcher.messages()
+        await asyncio.sleep(0)
+    heard += launcher.messages(at_most=1000)
+    told = [event.step for event in events_in(heard)]
+    assert told == sorted(set(told))
+    assert (told[0], told[-1]) == (0, 19_999)
+    assert len(told) + heard[-1]["dropped"] == 20_000
+    assert heard[-1]["dropped"] > 0
+
+
 # Ranks without a supervisor.
+
+
+class Watch:
+    """Keeps what it is given, or fails over it."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.taken: dict[int, list[dict[str, Any]]] = {}
+        self.ends: list[str] = []
+        self._fails = fails
+
+    def take(self, rank: int, message: dict[str, Any]) -> None:
+        self.taken.setdefault(rank, []).append(message)
+        if self._fails:
+            raise RuntimeError("nobody is here")
+
+    async def settle(self) -> None:
+        self.ends.append("settled")
+
+    async def close(self) -> None:
+        self.ends.append("closed")
+
+    def steps(self, rank: int) -> list[int]:
+        events = events_in(message for message in self.taken[rank] if message["kind"] == "events")
+        return [event.step for event in events if event.what == What.STEP]
 
 
 async def test_json_of_every_rank_on_every_rank():
@@ -184,14 +298,20 @@ async def test_json_of_every_rank_on_every_rank():
     assert await parallel3d.in_process(main, ranks=3) == [expected] * 3
 
 
-async def work(folder: RunFolder) -> list[RankOwner]:
+async def work(folder: RunFolder, watch: Watch | None = None) -> list[RankOwner]:
+    """Without a watch of the test's own, there is a real one."""
     ranks = iter(range(2))
 
     async def main() -> RankOwner:
         rank = next(ranks)
         shown = []
         owner = RankOwner(
-            rank, config_of(), ModelFacts(5), folder if rank == 0 else None, lambda _, step: shown.append(step.step)
+            rank,
+            config_of(),
+            ModelFacts(5),
+            folder if rank == 0 else None,
+            lambda _, step: shown.append(step.step),
+            (lambda record: watch or RunWatch(record, folder, None)) if rank == 0 else None,
         )
         await owner.work(StandIn)
         assert shown == ([0, 1, 2, 3] if rank == 0 else [])
@@ -211,6 +331,25 @@ async def test_rank_0_gathers_what_all_tell(tmp_path, monkeypatch):
     assert all(rank["memory_bytes"] and sum(rank["seconds"].values()) for rank in metrics["ranks"])
     trace = json.loads(gzip.decompress((folder.path / "trace.json.gz").read_bytes()))["traceEvents"]
     assert {event["pid"] for event in trace} == {0, 1}
+    kinds = [json.loads(line)["kind"] for line in (folder.path / "events.jsonl").read_text().splitlines()]
+    assert kinds.count("step") == kinds.count("parts") == 4
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("interval", [0.0, 60.0], ids=["beside each step", "at the end"])
+async def test_who_looks_on_at_rank_0_hears_all_ranks(tmp_path, monkeypatch, fails, interval):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gathering, "INTERVAL", interval)
+    watch = Watch(fails=fails)
+    first, _ = await work(RunFolder.create(config_of(), "id"), watch)
+    assert first.record.status is Status.COMPLETED
+    assert watch.ends == ["settled", "closed"]
+    for rank, told in ((0, {"step"}), (1, set())):
+        expected = {"mesh", "clock", "ready", "events", "memory", "queue"} | told
+        reports = {"loop_lag", "collectives"} if interval == 0 else set()
+        assert {message["kind"] for message in watch.taken[rank]} == expected | reports
+        assert watch.steps(rank) == [0, 1, 2, 3]
+    assert first.num_unheard == (sum(map(len, watch.taken.values())) if fails else 0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
