@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from monitoring.attribution import attribute
+from monitoring.bottlenecks import Planner, find_bottlenecks
 from monitoring.checks import count, finite, number, text, whole_number
 from monitoring.collectives import CollectiveRecorder
 from monitoring.events import ACTIONS, Event, unpack
@@ -34,16 +35,11 @@ RULES_SECONDS = 1.0
 _MOST_AHEAD = 256  # steps whose parts are known before rank 0 has told of them
 _QUEUE_REPORTS = 20
 
-Find = Callable[[Window, RunFacts, Mapping[int, RankFacts], Any], list[Bottleneck]]
+Find = Callable[[Window, RunFacts, Mapping[int, RankFacts], Planner | None], list[Bottleneck]]
 OnChange = Callable[[str, Any], None]
 """Called with "step": a `ToldStep.to_json()`, its parts null; "parts": {step, seconds, parts, stragglers}, some moments
 later; "bottlenecks" and "stragglers": a list of those that changed, each with its `state`, `found` or `gone`; "log":
 the record."""
-
-
-def find_nothing(window: Window, facts: RunFacts, ranks: Mapping[int, RankFacts], planner: Any) -> list[Bottleneck]:
-    """No rules."""
-    return []
 
 
 class Observer:
@@ -52,9 +48,9 @@ class Observer:
     def __init__(
         self,
         facts: RunFacts,
-        planner: Any = None,
+        planner: Planner | None = None,
         *,
-        find: Find = find_nothing,
+        find: Find = find_bottlenecks,
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -81,8 +77,6 @@ class Observer:
         self.last_seen: dict[int, float] = {}
         """Seconds of time.time."""
         self.logs: deque[dict[str, Any]] = deque(maxlen=MOST_LOGS)
-        self.last_pipeline: dict[int, list[Event]] | None = None
-        """The actions of the latest complete step, all in one clock."""
         self.on_change: list[OnChange] = []
         self._planner, self._find, self._now, self._clock = planner, find, now, clock
         self._ready: dict[int, dict[str, Any]] = {}
@@ -98,6 +92,7 @@ class Observer:
         self._ahead: dict[int, TimeParts] = {}
         self._nonfinite_step: int | None = None
         self._window: Window | None = None
+        self._latest_events: Mapping[int, Sequence[Event]] | None = None
         self._looked = float("-inf")
         self._news: list[tuple[str, Any]] = []
         self._takers: dict[str, Callable[[int, Mapping[str, Any]], None]] = {
@@ -162,6 +157,13 @@ class Observer:
     def bandwidth(self) -> dict[tuple[str, str, str], float]:
         """Bytes a second by op, axis and strategy."""
         return self._traffic.bandwidths()
+
+    @property
+    def last_pipeline(self) -> dict[int, list[Event]] | None:
+        """The actions of the latest complete step by rank, all in one clock; None before."""
+        if self._latest_events is None:
+            return None
+        return {rank: [each for each in found if each.what in ACTIONS] for rank, found in self._latest_events.items()}
 
     @property
     def bubble(self) -> float | None:
@@ -284,7 +286,7 @@ class Observer:
         named = self.stragglers
         self._detector.take(times, self.ranks)
         self._latest_steps.add(times)
-        self.last_pipeline = {rank: [e for e in found if e.what in ACTIONS] for rank, found in events.items()}
+        self._latest_events = events
         self._tell_parts(times)
         self._tell_changes("stragglers", _by_rank(named), _by_rank(self.stragglers))
         if self._clock() - self._looked >= RULES_SECONDS:

@@ -69,10 +69,11 @@ class RankTimes:
 
     def _read(self, events: Iterable[Event], begin: float, finish: float) -> None:
         wall = used = cpu_time = gaps = 0.0
-        cursor, is_cpu, waits, receives = begin, self.facts.is_cpu, self.waits, self.receives
+        cursor, is_cpu = begin, self.facts.is_cpu
+        waits, receives, stages = self.waits, self.receives, self.stages
         first, last = finish, begin
         for event in sorted(events, key=_BY_START):
-            what, _, start, end, stage, microbatch, cpu, waited, *_ = event
+            what, _, start, end, stage, microbatch, cpu, waited, _, _, _, _, _ = event
             if what == _COLLECTIVE:
                 self.collectives.append(event)
                 continue
@@ -81,36 +82,38 @@ class RankTimes:
             if start < begin or end > finish:  # clocks differ by some microseconds
                 start, end = min(max(start, begin), finish), max(min(end, finish), begin)
             if _F <= what <= _REDUCE_GRAD:
-                first, last = min(first, start), end
+                last = end
+                if start < first:
+                    first = start
             if start > cursor:
                 gaps += start - cursor
             if end > cursor:
                 cursor = end
             if _F <= what <= _W:
                 length = end - start
-                waited = min(waited, length)
+                if waited > length:
+                    waited = length
                 length -= waited
                 waits.append(waited)
                 wall += length
                 cpu_time += cpu
-                used += min(length, cpu) if is_cpu else length
-                self._stage(stage)[_COLUMNS[what]] += length
+                used += cpu if is_cpu and cpu < length else length
+                if stage not in stages:
+                    stages[stage] = [0.0, 0.0, 0.0]
+                stages[stage][_COLUMNS[what]] += length
             elif what in _SENDERS:
                 sender, further = _SENDERS[what]
-                worked = min(cpu, end - start)  # weight parts that were waiting for a moment like this
+                worked = min(cpu, end - start) if cpu else 0.0
                 receives.append(((sender, stage + further, microbatch), (start, end), worked))
-                if worked:
+                if worked:  # weight parts that were waiting for a moment like this
                     wall, used, cpu_time = wall + worked, used + worked, cpu_time + worked
-                    self._stage(stage)[_COLUMNS[What.W]] += worked
+                    stages.setdefault(stage, [0.0, 0.0, 0.0])[_COLUMNS[What.W]] += worked
             else:
                 self._note(what, start, end, stage, microbatch)
         self.compute_wall, self.compute_cpu, self.core_wait = wall, cpu_time, wall - used
         self.parts["compute"] += used
         self.parts["other"] += gaps + max(0.0, finish - cursor) + self.core_wait
         self.actions = (first, last) if first < finish else None
-
-    def _stage(self, stage: int) -> list[float]:
-        return self.stages.setdefault(stage, [0.0, 0.0, 0.0])
 
     def _note(self, what: What, start: float, end: float, stage: int, microbatch: int) -> None:
         if what in _PART_OF:

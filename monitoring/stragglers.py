@@ -3,11 +3,11 @@
 A collective makes all ranks' steps equally long, so each rank's own forwards and backwards are compared, without its
 waits for others. A rank's score is its own speed over what could be expected of it, the least of three:
 
-| compared with | expected                                                                                      |
-|---------------|-----------------------------------------------------------------------------------------------|
-| `peers`       | the fastest rank with the same work                                                             |
-| `itself`      | its own best median so far, as far as other ranks still reach theirs: if all slow down, none lags |
-| `processor`   | the share of its computing in which the best rank had a core                                     |
+| compared with | expected                                                                                 |
+|---------------|------------------------------------------------------------------------------------------|
+| `peers`       | the fastest rank with the same work                                                      |
+| `itself`      | its own best median so far, if no rank with the same work reaches its own, but others do |
+| `processor`   | the share of its computing in which the best rank had a core                             |
 
 Where a host has more ranks than cores, ranks take turns: there only processor time is compared, and `processor` not at
 all. A rank is named once its score was below 0.67 in three steps on end, and no more after three of 0.8 and above.
@@ -67,13 +67,22 @@ class StragglerDetector:
     ) -> dict[int, tuple[float, str]]:
         """Of each rank the least score, and what it was compared with."""
         own = {each.rank: _seconds(each, ranks[each.rank], crowded) for each in steps}
-        habits = {rank: self._habits[rank].speed(seconds) for rank, seconds in own.items()}
         scores = {
             "peers": _against_peers(own, ranks),
-            "itself": _over_best({rank: speed for rank, speed in habits.items() if speed is not None}),
+            "itself": self._against_habits(own, ranks),
             "processor": _over_best(_core_shares(steps, ranks, crowded)),
         }
         return {rank: min((found.get(rank, 1.0), name) for name, found in scores.items()) for rank in own}
+
+    def _against_habits(self, own: Mapping[int, float], ranks: Mapping[int, RankFacts]) -> dict[int, float]:
+        """Peers say more of a rank than its past does; but if all with the same work slow down, only the past can."""
+        best: dict[int, float] = {}
+        for rank, seconds in own.items():
+            speed, stage = self._habits[rank].speed(seconds), ranks[rank].place.pp
+            if speed is not None:
+                best[stage] = max(speed, best.get(stage, 0.0))
+        scores = _over_best(best)
+        return {rank: scores[ranks[rank].place.pp] for rank in own if ranks[rank].place.pp in scores}
 
     def _judge(self, now: Straggler) -> None:
         rank = now.rank
@@ -151,4 +160,4 @@ def _core_shares(
 
 def _over_best(values: Mapping[int, float]) -> dict[int, float]:
     best = max(values.values(), default=0.0)
-    return {rank: value / best for rank, value in values.items()} if best > 0 else {}
+    return {key: value / best for key, value in values.items()} if best > 0 else {}

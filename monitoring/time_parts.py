@@ -31,13 +31,6 @@ class TimeParts:
         """What is not named is 0; clocks may disagree by a little, but no part is below zero."""
         return TimeParts(tuple(max(0.0, known.get(part, 0.0)) for part in PARTS))
 
-    @staticmethod
-    def from_wire(values: object) -> TimeParts:
-        """Raises ValueError for anything but a number for each part."""
-        if not isinstance(values, list) or [type(value) for value in values] != [float] * len(PARTS):
-            raise ValueError(f"the parts of a step are {len(PARTS)} numbers")
-        return TimeParts(tuple(values))
-
     def __getitem__(self, part: str) -> float:
         return self.seconds[PARTS.index(part)]
 

@@ -8,6 +8,7 @@ from monitoring.events import Event, What
 
 PATIENCE = 64
 """Complete steps that may wait for an older one of which a rank's end is missing; its events were dropped then."""
+_STEP, _COLLECTIVE = int(What.STEP), int(What.COLLECTIVE)  # members are looked up each time
 _MOST_OPEN = 512  # steps of one rank: what a rank sends that never ends a step shall not fill the memory
 _MOST_EVENTS = 1 << 16  # of one rank in one step: four times what its recorder can hold
 
@@ -29,16 +30,18 @@ class Timeline:
     def take(self, rank: int, events: Iterable[Event]) -> list[dict[int, list[Event]]]:
         """The steps that are complete with these, in order: their events by rank."""
         steps = self._open.setdefault(rank, {})
+        step, found = -1, list[Event]()
         for event in events:
-            step = event.step
-            if step <= self._done:
-                if event.what != What.COLLECTIVE:
+            what, at = event[:2]
+            if at <= self._done:
+                if what != _COLLECTIVE:
                     continue
-                step = self._done + 1  # told late by the event loop; its bytes shall count somewhere
-            found = steps.setdefault(step, [])
+                at = self._done + 1  # told late by the event loop; its bytes shall count somewhere
+            if at != step:
+                step, found = at, steps.setdefault(at, [])
             if len(found) < _MOST_EVENTS:
                 found.append(event)
-            if event.what == What.STEP:
+            if what == _STEP:
                 self._ended.setdefault(step, set()).add(rank)
         while len(steps) > _MOST_OPEN:
             self._give_up(min(steps))

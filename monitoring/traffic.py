@@ -72,14 +72,13 @@ class Traffic:
 
     def take_events(self, rank: int, events: Iterable[Event]) -> None:
         moved: dict[tuple[str, str, str], list[float]] = {}
-        for event in events:
-            if event.what == _COLLECTIVE:
-                own = self._events.setdefault(rank, _RankTraffic())
-                op, axis = OPS[event.op], _AXES[event.axis]
-                own.add((op, axis), event.calls, event.num_bytes, event.waited)
-                sums = moved.setdefault((op, axis, STRATEGIES[event.strategy]), [0.0, 0.0])
-                sums[0] += event.num_bytes * bus_factor(op, max(1, self._sizes.get(axis, 1)))
-                sums[1] += event.waited
+        for event in [each for each in events if each[0] == _COLLECTIVE]:
+            own = self._events.setdefault(rank, _RankTraffic())
+            op, axis = OPS[event.op], _AXES[event.axis]
+            own.add((op, axis), event.calls, event.num_bytes, event.waited)
+            sums = moved.setdefault((op, axis, STRATEGIES[event.strategy]), [0.0, 0.0])
+            sums[0] += event.num_bytes * bus_factor(op, max(1, self._sizes.get(axis, 1)))
+            sums[1] += event.waited
         for key, (num_bytes, seconds) in moved.items():
             if num_bytes > 0 and seconds > 0:
                 self._events[rank].bandwidths[key] = num_bytes / seconds

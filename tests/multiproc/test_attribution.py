@@ -17,7 +17,7 @@ comm: {timeout: 30}
 runtime: {threads: 1}
 train: {steps: 12, batch_size: 8}
 """
-# Each layer computes for some milliseconds; one of rank 1's begins to sleep in its fourteenth forward.
+# Each layer computes for some milliseconds; from its fourteenth forward on, one of rank 1's takes four times as long.
 OWN = """
 import os
 import time
@@ -29,12 +29,12 @@ class Layer(nn.Module):
         super().__init__()
         self.linear, self.sleeps, self.calls = nn.Linear(8, 8), sleeps, 0
     def forward(self, x):
-        end = time.thread_time() + 0.02
+        start, end = time.monotonic(), time.thread_time() + 0.02
         while time.thread_time() < end:
             pass
         self.calls += 1
         if self.sleeps and self.calls >= 14 and os.environ.get("RANK") == "1":
-            time.sleep(0.1)
+            time.sleep(3 * (time.monotonic() - start))
         return self.linear(x)
 
 def build(sleeps=False):
@@ -104,9 +104,17 @@ def test_the_parts_add_up(folder, mesh):
     assert sum(metrics["parts"].values()) == pytest.approx(1.0)
 
 
+def skip_if_disturbed(ranks: list[dict[str, Any]]) -> None:
+    """Who has no core is slow, and says nothing of our judgement."""
+    share = max(rank["core_wait_seconds"] / rank["total_seconds"] for rank in ranks)
+    if share > 0.15:
+        pytest.skip(f"something else had the cores for {100 * share:.0f} % of the time")
+
+
 @pytest.mark.parametrize(("axis", "compared_with"), [("dp", {"peers", "itself"}), ("pp", {"itself", "processor"})])
 def test_a_rank_that_becomes_slow_is_named_within_three_steps(folder, axis, compared_with):
     metrics, events = run(folder, "own.yaml", f"parallel.{axis}=2")
+    skip_if_disturbed(metrics["ranks"][:1])
     named = {event["step"]: event["stragglers"] for event in events if event["kind"] == "parts"}
     assert all(named[step] == [1] for step in range(15, 20)), named
     assert not any(named[step] for step in range(12)), named
@@ -120,7 +128,5 @@ def test_a_rank_that_becomes_slow_is_named_within_three_steps(folder, axis, comp
 @pytest.mark.slow
 def test_no_rank_is_named_where_nothing_disturbs(folder):
     metrics, events = run(folder, "own.yaml", "parallel.dp=2", "model.args.sleeps=false", "train.steps=200")
-    share = max(rank["core_wait_seconds"] / rank["total_seconds"] for rank in metrics["ranks"])
-    if share > 0.1:
-        pytest.skip(f"something else had the cores for {100 * share:.0f} % of the time, so this says nothing")
+    skip_if_disturbed(metrics["ranks"])
     assert [event for event in events if event["kind"] == "straggler"] == []

@@ -47,6 +47,19 @@ def test_without_a_rank_of_the_same_work_it_is_compared_with_its_own_past():
     assert detector.stragglers == (Straggler(0, pytest.approx(0.5), "itself", since_step=10),)
 
 
+def test_a_stage_that_slows_down_on_all_replicas():
+    detector, ranks = StragglerDetector(), mesh_of(dp=2, pp=2)
+    ranks = {rank: replace(facts, host=f"stage {facts.place.pp}") for rank, facts in ranks.items()}
+    assert not any(feed(detector, ranks, [[0.1, 0.1] * 2] * 10))
+    assert feed(detector, ranks, [[0.1, 0.2] * 2] * 3, first=10)[-1] == [1, 3]
+    assert {(each.compared_with, each.host) for each in detector.stragglers} == {("itself", "stage 1")}
+
+
+def test_a_lucky_moment_of_the_past_makes_no_straggler_of_a_rank_that_keeps_up():
+    detector, ranks = StragglerDetector(), mesh_of(dp=2)
+    assert not any(feed(detector, ranks, [[0.2, 0.15]] * 10 + [[0.2, 0.25]] * 20))
+
+
 def test_what_slows_all_of_them_makes_no_rank_a_straggler():
     detector, ranks = StragglerDetector(), mesh_of(pp=4)
     assert not any(feed(detector, ranks, [[0.1] * 4] * 10 + [[0.3, 0.31, 0.29, 0.3]] * 20))
