@@ -27,14 +27,18 @@ from runtime.errors import CommunicationError, DeadlineExceeded, name_rank
 class Watch(Protocol):
     """Who looks on, where rank 0 is."""
 
+    @property
+    def bubble(self) -> float | None:
+        """Of the latest step of which it is known."""
+
     def take(self, rank: int, message: Message) -> object:
         """Never waits."""
 
     async def settle(self) -> None:
-        """Once no message comes any more, before the folder is complete."""
+        """No message comes any more; the record then has what was found."""
 
     async def close(self) -> None:
-        """Once it is."""
+        """The folder is complete."""
 
 
 class RankOwner:
@@ -47,19 +51,26 @@ class RankOwner:
         facts: ModelFacts,
         folder: RunFolder | None,
         on_step: Callable[[RunRecord, RunStep], None],
+        make_watch: Callable[[RunRecord], Watch] | None = None,
     ) -> None:
+        """make_watch: on rank 0, where somebody looks on."""
         self.wish = Wish()
         self.record = RunRecord(config, facts)
         self.spans: dict[int, list[Span]] = {}
-        self._rank, self._folder, self._on_step = rank, folder, on_step
+        self._rank, self._folder, self._on_step, self._make_watch = rank, folder, on_step, make_watch
+        self._watch: Watch | None = None
         self._outbox = Outbox()
-        self.watch: Watch | None = None
         self.num_unheard = 0
         """Messages that whoever looks on failed over."""
 
     @property
     def is_behind(self) -> bool:
         return self._outbox.is_behind
+
+    @property
+    def bubble(self) -> float | None:
+        """The ranks' mean, of the latest step of which it is known; only rank 0 knows."""
+        return self._watch.bubble if self._watch is not None else None
 
     def send(self, kind: str, **fields: object) -> None:
         if self._rank:
@@ -72,15 +83,17 @@ class RankOwner:
         if step is not None and self._folder is not None:
             self._folder.event("step", **step_event(step))
             self._on_step(self.record, step)
-        if self.watch is not None:
+        if self._watch is not None:
             try:
-                self.watch.take(rank, message)
+                self._watch.take(rank, message)
             except Exception:  # whoever looks on must not end a run
                 self.num_unheard += 1
 
     async def work(self, make: MakeCoordinator) -> None:
         """All of the run; the folder is complete then, also when it fails."""
         try:
+            if self._make_watch is not None:
+                self._watch = self._make_watch(self.record)
             await self._train(make)
             self.record.status = Status.COMPLETED
         except (asyncio.CancelledError, KeyboardInterrupt):
@@ -132,12 +145,12 @@ class RankOwner:
             folder.event("failed", **record.error.to_json())
         folder.event("ended", status=record.status, steps=len(record.steps))
         try:
-            if self.watch is not None:
-                await self.watch.settle()
+            if self._watch is not None:
+                await self._watch.settle()
             await folder.complete(record, self.spans)
         finally:
-            if self.watch is not None:
-                await self.watch.close()
+            if self._watch is not None:
+                await self._watch.close()
 
 
 async def gather_json(group: Group, value: Any) -> list[Any]:

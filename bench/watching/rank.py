@@ -93,7 +93,6 @@ class Turns:
 
 
 def main() -> None:
-    import faulthandler; faulthandler.dump_traceback_later(30)
     rounds, result, folder = sys.argv[1:]
     found = run(lambda: take_turns(int(rounds), Path(folder)))
     if os.environ["RANK"] == "0":

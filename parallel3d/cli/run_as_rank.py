@@ -27,22 +27,6 @@ from runtime.loop import run
 EXIT_FAILED, EXIT_HUNG = 4, 124
 
 
-def _open(config: RunConfig, file: Path, overrides: Mapping[str, str], place: str) -> tuple[RunFolder, Endpoint | None]:
-    """The run's folder, and where it is served."""
-    endpoint, run_id = open_endpoint(config, partial(locate, file, overrides)), new_run_id()
-    known = endpoints(run_id, endpoint, config.monitoring.per_rank)
-    try:
-        folder = RunFolder.create(config, run_id, place, known)
-    except ConfigError:
-        if endpoint is not None:
-            endpoint.close()
-        raise
-    print(f"run {run_id}: {folder.path}/", file=sys.stderr, flush=True)
-    if "page" in known:
-        print(f"page: {known['page']}", file=sys.stderr, flush=True)
-    return folder, endpoint
-
-
 def run_as_rank(file: Path, overrides: Mapping[str, str], place: str, as_json: bool) -> int:
     """This rank's part of a run, from the file to the exit code."""
     environment = read_environment()
@@ -53,7 +37,10 @@ def run_as_rank(file: Path, overrides: Mapping[str, str], place: str, as_json: b
             check_run_dir(config, place)
         with redirect_stdout(sys.stderr):  # what a factory of the user's prints is not our data
             facts = check_before_start(config, partial(locate, file, overrides), environment.local_world_size)
-        folder, endpoint = _open(config, file, overrides, place) if is_first else (None, None)
+        folder, endpoint = None, None
+        if is_first:
+            endpoint = open_endpoint(config, partial(locate, file, overrides))
+            folder = _make_folder(config, place, endpoint)
     except ConfigError:
         if environment.local_rank == 0:  # another host may lack what rank 0's has
             raise
@@ -63,14 +50,12 @@ def run_as_rank(file: Path, overrides: Mapping[str, str], place: str, as_json: b
     from parallel3d.unsupervised import RankOwner
 
     live = LiveLine(sys.stderr, os.environ, shutil.get_terminal_size().columns)
-    watch: RunWatch | None = None
+    watch = partial(RunWatch, folder=folder, endpoint=endpoint) if folder and config.monitoring.enabled else None
 
     def show(record: RunRecord, step: RunStep) -> None:
-        live.show(record, step, watch.bubble if watch is not None else None)
+        live.show(record, step, owner.bubble)
 
-    owner = RankOwner(environment.rank, config, facts, folder, show)
-    if folder is not None and config.monitoring.enabled:
-        watch = owner.watch = RunWatch(owner.record, folder, endpoint)
+    owner = RankOwner(environment.rank, config, facts, folder, show, watch)
     try:
         with redirect_stdout(sys.stderr):
             run(lambda: owner.work(Coordinator.from_config))
@@ -80,6 +65,8 @@ def run_as_rank(file: Path, overrides: Mapping[str, str], place: str, as_json: b
         live.close()
         if folder is not None:
             say_summary(owner.record, folder.path, folder.metrics(owner.record), as_json)
+        if endpoint is not None:
+            endpoint.close()
     match owner.record.status:
         case Status.COMPLETED:
             return 0
@@ -87,3 +74,19 @@ def run_as_rank(file: Path, overrides: Mapping[str, str], place: str, as_json: b
             return EXIT_HUNG
         case _:
             return EXIT_FAILED
+
+
+def _make_folder(config: RunConfig, place: str, endpoint: Endpoint | None) -> RunFolder:
+    """Rank 0's, with where the run is served; the page is told on stderr."""
+    run_id = new_run_id()
+    known = endpoints(run_id, endpoint, config.monitoring.per_rank)
+    try:
+        folder = RunFolder.create(config, run_id, place, known)
+    except ConfigError:
+        if endpoint is not None:
+            endpoint.close()
+        raise
+    print(f"run {run_id}: {folder.path}/", file=sys.stderr, flush=True)
+    if "page" in known:
+        print(f"page: {known['page']}", file=sys.stderr, flush=True)
+    return folder
