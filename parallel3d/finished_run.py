@@ -15,9 +15,10 @@ import yaml
 
 from monitoring.report import Report, make_report
 from monitoring.time_parts import PARTS
+from monitoring.totals import WARM_UP
 from parallel3d.measured import Measured
 from parallel3d.pipeline_view import pipeline_view
-from parallel3d.run_record import WARM_UP_STEPS, Status
+from parallel3d.run_record import Status
 from runtime.errors import Coords, InvalidCall, name_rank
 
 KILLED = "killed"
@@ -85,7 +86,7 @@ class FinishedRun:
     @property
     def num_warm_up(self) -> int:
         """Steps that don't count for speed; one always counts."""
-        return max(0, min(WARM_UP_STEPS, len(self.steps) - 1))
+        return max(0, min(WARM_UP, len(self.steps) - 1))
 
     @property
     def counted(self) -> list[Json]:

@@ -10,10 +10,11 @@ from monitoring.device_peaks import peak_flops
 from monitoring.events import Event
 from monitoring.facts import RankFacts, RunFacts
 from monitoring.observer import Observer
+from monitoring.totals import WARM_UP
 from parallel3d.finished_run import MOST_STEPS, thinned
 from parallel3d.measured import Measured
 from parallel3d.pipeline_view import pipeline_view
-from parallel3d.run_record import WARM_UP_STEPS, Status
+from parallel3d.run_record import Status
 from parallel3d.schedules.actions import parse_actions
 from parallel3d.schedules.table import Table
 
@@ -173,7 +174,7 @@ class _WarmUp:
         self._first: list[tuple[int, float]] = []
 
     def add(self, tokens: int, seconds: float) -> None:
-        if len(self._first) < WARM_UP_STEPS:
+        if len(self._first) < WARM_UP:
             self._first.append((tokens, seconds))
 
     def counted(self, observer: Observer) -> _Sums:
