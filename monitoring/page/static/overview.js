@@ -76,7 +76,7 @@ export class Overview {
   #number(id, name, raw, text, unit, sub) {
     if (!this.#numbers.has(id)) {
       const parts = { value: document.createTextNode(""), unit: el("span", { class: "unit" }), sub: el("p", { class: "sub" }) };
-      const dd = el("dd", { id: `number-${id}` }, parts.value, parts.unit);
+      const dd = el("dd", { id: `number-${id}` }, parts.value, " ", parts.unit);
       this.#numbers.set(id, { ...parts, dd });
       byId("numbers").append(el("div", {}, el("dt", {}, name), dd, parts.sub));
     }
