@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup run test quick check lint docs clean
+.PHONY: setup run test exhaustive quick check lint docs clean
 
 setup: .venv/.installed
 
@@ -16,11 +16,16 @@ run: setup
 	@$(BIN)/parallel3d run configs/mesh-2x2x2.yaml
 
 # These look at what the whole machine has: its memory, its processor time, its shared files.
-ALONE := tests/fault tests/multiproc/test_resources.py tests/multiproc/test_bench_collectives.py tests/multiproc/test_hosts.py
+ALONE := tests/fault $(addprefix tests/multiproc/test_,resources.py bench_collectives.py hosts.py bottlenecks.py)
 
 test: setup
-	$(BIN)/pytest tests $(ALONE:%=--ignore=%) --numprocesses auto --dist loadfile
-	$(BIN)/pytest $(ALONE)
+	$(BIN)/pytest tests $(ALONE:%=--ignore=%) -m 'not exhaustive' --numprocesses auto --dist worksteal
+	$(BIN)/pytest $(ALONE) -m 'not exhaustive'
+
+# What `make test` leaves out: more of the same, which takes long and seldom finds what the others don't.
+exhaustive: setup
+	$(BIN)/pytest tests $(ALONE:%=--ignore=%) -m exhaustive --numprocesses auto --dist worksteal
+	$(BIN)/pytest $(ALONE) -m exhaustive
 
 quick: setup
 	$(BIN)/pytest tests -m 'not slow'
@@ -30,7 +35,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-check: lint test
+check: lint test exhaustive
 
 docs: setup
 	$(BIN)/parallel3d schema --markdown > docs/configuration.md

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -80,30 +79,22 @@ def folder(tmp_path: Path) -> Path:
 def bottlenecks(folder: Path, *settings: str, cores: set[int] | None = None) -> list[dict[str, Any]]:
     """What a run with these keys names at its end."""
     words = [word for each in settings for word in ("--set", each)]
-    out = tempfile.mkdtemp(dir=folder)
+    out = folder / "out"
     before = os.sched_getaffinity(0)
     if cores is not None:
         os.sched_setaffinity(0, cores)
     try:
-        started = Started("-m", "parallel3d", "run", "run.yaml", *words, "--run-dir", out, cwd=folder)
+        started = Started("-m", "parallel3d", "run", "run.yaml", *words, "--run-dir", str(out), cwd=folder)
     finally:
         os.sched_setaffinity(0, before)
     with started:
         assert started.finish(60) == 0, started.stderr.text
-    return json.loads(Path(out, "metrics.json").read_text())["bottlenecks"]
-
-
-def is_crowded() -> bool:
-    """Whether much else runs on this machine. What it takes from our ranks is then named too, and rightly so."""
-    return os.getloadavg()[0] > len(os.sched_getaffinity(0)) + 2
+    return json.loads((out / "metrics.json").read_text())["bottlenecks"]
 
 
 def only(folder: Path, *settings: str, cores: set[int] | None = None) -> dict[str, Any]:
-    """The one that is named; on a crowded machine, in one of three runs."""
-    for _ in range(3):
-        every = bottlenecks(folder, *settings, cores=cores)
-        if len(every) == 1 or not is_crowded():
-            break
+    """The one that is named."""
+    every = bottlenecks(folder, *settings, cores=cores)
     assert len(every) == 1, [each["message"] for each in every]
     assert every[0]["gain"] is None or 0 <= every[0]["gain"] < 1
     return every[0]

@@ -17,7 +17,14 @@ def train(size: int, what: str) -> None:
         assert (launched.finish(seconds=280), launched.stdout.text, launched.stderr.text) == (0, "", "")
 
 
-@pytest.mark.parametrize(("size", "precision"), [*((size, "float64") for size in range(1, 9)), (8, "float32")])
+@pytest.mark.parametrize(
+    ("size", "precision"),
+    [
+        *((size, "float64") for size in (1, 2, 4, 8)),
+        *(pytest.param(size, "float64", marks=pytest.mark.exhaustive) for size in (3, 5, 6, 7)),
+        pytest.param(8, "float32", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_every_mesh_gives_what_one_process_does(size, precision):
     train(size, precision)
 
