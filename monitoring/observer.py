@@ -133,6 +133,12 @@ class Observer:
             for callback in self.on_change:
                 callback(kind, payload)
 
+    def note(self, record: Mapping[str, Any]) -> None:
+        """A log line of the run's own, not of a rank."""
+        self.logs.append(dict(record))
+        self._news.append(("log", dict(record)))
+        self._tell()
+
     # What follows from it.
 
     @property

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from runtime.errors import Parallel3DError as Parallel3DError
     from runtime.errors import PeerLost as PeerLost
     from runtime.errors import RunFailed as RunFailed
+    from runtime.logs import logger as logger
     from runtime.loop import run as run
 
 __version__ = "0.1.0"
@@ -46,6 +47,7 @@ _HOME = {
     "Run": "parallel3d.training_run",
     "start": "parallel3d.training_run",
     "Group": "process_groups.group",
+    "logger": "runtime.logs",
     "run": "runtime.loop",
     **dict.fromkeys(
         (

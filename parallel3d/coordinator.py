@@ -34,6 +34,7 @@ from parallel3d.step_events import Span, StepEvents, StepMoments
 from parallel3d.whole_weights import gather_weights
 from process_groups.tensor_exchange import Outcome
 from runtime.errors import CommunicationError, InvalidCall, NonFiniteGradient, name_rank
+from runtime.log_context import bind_step
 
 
 class Coordinator:
@@ -186,6 +187,7 @@ class Coordinator:
     async def train_step(self, batch: Batch | tuple[Any, Any]) -> TrainStep:
         """Forward, backward and update, all microbatches of the batch. The loss is the whole mesh's on every rank."""
         self._refuse_between_passes("train_step")
+        bind_step(self.step)
         start = time.monotonic()
         under_way = await self._start(self._executor, batch)
         rate = self.learning_rate

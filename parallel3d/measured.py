@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -194,10 +195,18 @@ class Measured:
         """A file that `to_json` made, or the folder of a run: then its last step, in the first replica's pipeline."""
         try:
             if Path(path).is_dir():
-                return _of_trace(json.loads(gzip.decompress(Path(path, "trace.json.gz").read_bytes())))
+                return cls.last_of_run(path)[1]
             return cls.from_json(json.loads(Path(path).read_text()))
         except (OSError, ValueError, KeyError, TypeError, InvalidCall) as error:
             raise InvalidCall(f"{path} holds no measured step: {error}") from error
+
+    @classmethod
+    def last_of_run(cls, folder: str | Path) -> tuple[int, Measured]:
+        """The last step that a run's folder holds, and its number; in the first replica's pipeline."""
+        try:
+            return _of_trace(json.loads(gzip.decompress(Path(folder, "trace.json.gz").read_bytes())))
+        except (OSError, EOFError, ValueError, KeyError, TypeError, InvalidCall, zlib.error) as error:
+            raise InvalidCall(f"{folder} holds no measured step: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,8 +271,8 @@ def _why(measured: Measured, planned: Simulation, rank: int, at: int) -> tuple[W
     return max(lost, key=lost.__getitem__)
 
 
-def _of_trace(trace: dict[str, Any]) -> Measured:
-    """The last step of the pipeline at dp=0 tp=0, from a run's trace."""
+def _of_trace(trace: dict[str, Any]) -> tuple[int, Measured]:
+    """The last step of the pipeline at dp=0 tp=0, from a run's trace, and its number."""
     events = trace["traceEvents"]
     places = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
     ranks = sorted(
@@ -282,4 +291,4 @@ def _of_trace(trace: dict[str, Any]) -> Measured:
         )
     numbers = [(action.stage, action.microbatch or 0) for column in columns for action in column]
     table = Table("run", 1 + max(stage for stage, _ in numbers), 1 + max(mb for _, mb in numbers), tuple(columns))
-    return Measured.of(table, times)
+    return last, Measured.of(table, times)

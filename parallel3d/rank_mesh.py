@@ -24,6 +24,7 @@ from process_groups.topology import Topology
 from runtime.control import rank_control
 from runtime.environment import RankEnvironment, read_environment
 from runtime.errors import CommunicationError, Coords, InvalidCall, PeerLost, name_rank
+from runtime.log_context import bind_rank
 from runtime.threads import DaemonThreads
 
 if TYPE_CHECKING:
@@ -160,6 +161,7 @@ class Mesh:
         self.world_size, self.coords = self.topology.world_size, self.topology.coords(self.rank)
         for name, group in self._formation.groups.items():
             setattr(self, name, group)
+        bind_rank(self.rank, self.coords)
         self._lag.start(self._formation.beat)
         if self._control is not None:
             self._control.send("mesh", coords=list(self.coords))

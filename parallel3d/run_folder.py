@@ -18,6 +18,7 @@ from monitoring.trace import Span, chrome_trace, to_bytes
 from parallel3d.cli.json_lines import dump
 from parallel3d.config.errors import ConfigProblems, Place, Problem, show
 from parallel3d.config.models import RunConfig
+from parallel3d.finished_run import read_run
 from parallel3d.run_record import RunRecord
 from parallel3d.run_report import to_page
 from runtime.threads import DaemonThreads
@@ -153,7 +154,7 @@ class RunFolder:
         names = {rank: record.name(rank) for rank in spans}
         self._write("metrics.json", as_json(self.metrics(record)))
         self._write("trace.json.gz", to_bytes(chrome_trace(spans, names)))
-        self._write("report.html", to_page(record, self.run_id))
+        self._write("report.html", to_page(read_run(self.path)))
 
     def metrics(self, record: RunRecord) -> dict[str, Any]:
         """The content of `metrics.json`."""

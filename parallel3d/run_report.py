@@ -1,233 +1,243 @@
-"""A run as one HTML page that needs nothing else: how the loss went, how fast it was, where the time went."""
+"""A run as one HTML page that needs nothing else: its curves, where the time went, what held it up, its pipeline."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from html import escape
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Any
 
-from monitoring.time_parts import MEANINGS, PARTS, TimeParts, mean_of
-from parallel3d.drawing.palette import THEMES
-from parallel3d.drawing.svg import MONO, SANS
-from parallel3d.run_record import RunRecord, Status
+from monitoring.report import AXES, EFFICIENCY_MEANINGS, Report, parts_of, remainder_share
+from monitoring.time_parts import MEANINGS, PARTS, TimeParts
+from parallel3d.drawing.charts import line_chart, stacked_chart
+from parallel3d.drawing.frame import html_page, html_table, safe
+from parallel3d.drawing.lanes import lanes_of, lanes_of_measured
+from parallel3d.drawing.picture import draw
+from parallel3d.drawing.svg import to_svg
+from parallel3d.drawing.words import count, percent, plain
+from parallel3d.finished_run import FinishedRun, rank_name
+from parallel3d.measured import compare
+from parallel3d.report_words import facts, milliseconds, remedy, show_bytes
+from parallel3d.run_report_style import COLOURS, STYLE
+from runtime.errors import InvalidCall
 
-_COLOURS = {
-    "compute": "#62a8ea",
-    "tp_comm": "#e58fbc",
-    "pp_comm": "#f2a93b",
-    "dp_comm": "#4cc29a",
-    "bubble": "#d9dee6",
-    "straggler": "#c2413b",
-    "data": "#e2725b",
-    "optimizer": "#a993e8",
-    "checkpoint": "#8a6d3b",
-    "other": "#b3bac5",
-}
-_WIDTH, _HEIGHT = 640, 220
-_LEFT, _BOTTOM, _TOP, _RIGHT = 62, 26, 12, 12
-_MOST_POINTS = 1000  # more than the picture has pixels
+_LOG_LINES = 100
 
 
-def to_page(record: RunRecord, run_id: str) -> str:
+def to_page(run: FinishedRun) -> str:
     """Well-formed as XML too."""
-    name = f"run {run_id}"
-    return f"""<!DOCTYPE html>
-<html xmlns="http://www.w3.org/1999/xhtml" lang="en">
-<head>
-<meta charset="utf-8"/>
-<meta name="viewport" content="width=device-width, initial-scale=1"/>
-<meta name="color-scheme" content="light dark"/>
-<title>{escape(name)}</title>
-<style>{_style()}</style>
-</head>
-<body>
-<main>
-<h1>{escape(name)} <span class="status {escape(record.status)}">{escape(record.status)}</span></h1>
-{_error(record)}
-<dl class="facts">
-{"".join(f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>" for key, value in _facts(record))}
-</dl>
-<div class="charts">
-{_chart("Loss", "loss", [step.loss for step in record.steps])}
-{_chart("Throughput", "tokens/s", [step.tokens_per_second for step in record.steps])}
-</div>
-<h2>Where the time went</h2>
-{_time(record)}
-<h2>Ranks</h2>
-{_ranks(record)}
-<h2>Configuration</h2>
-<pre>{escape(_printable(record.config.to_yaml()))}</pre>
-</main>
-</body>
-</html>
-"""
-
-
-def _error(record: RunRecord) -> str:
-    if record.error is None:
-        return ""
-    trace = f"<pre>{escape(_printable(record.error.traceback))}</pre>" if record.error.traceback else ""
-    return f'<section class="error"><p>{escape(_printable(record.error.message))}</p>{trace}</section>'
-
-
-def _printable(text: str) -> str:
-    """Without control characters, which XML does not allow and nobody wants to see."""
-    return "".join(char if char == "\n" or char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
-
-
-def _facts(record: RunRecord) -> Iterator[tuple[str, str]]:
-    mesh = record.config.parallel
-    yield "ranks", f"{record.config.world_size} (dp {mesh.dp}, tp {mesh.tp}, pp {mesh.pp})"
-    yield "model", f"{record.config.model.factory}, {record.facts.parameters:,} parameters"
-    yield "steps", f"{len(record.steps):,} of {record.config.train.steps:,}"
-    if not record.steps:
-        return
-    yield "final loss", f"{record.steps[-1].loss:.4f}"
-    yield "tokens/s", f"{record.tokens_per_second:,.0f}"
-    counted = [step.seconds for step in record.counted]
-    yield "a step", f"{1e3 * sum(counted) / len(counted):.1f} ms"
-    if (mfu := record.mfu(record.tokens_per_second)) is not None:
-        yield "MFU", f"{100 * mfu:.1f} %"
-    if record.bandwidths:
-        mean = sum(record.bandwidths) / len(record.bandwidths)
-        yield "all-reduce", f"{mean:.2f} GB/s"
-    if (memory := record.memory()) is not None:
-        yield "memory", f"{memory / 2**30:.2f} GiB"
-
-
-# Charts.
-
-
-def _chart(title: str, unit: str, values: Sequence[float]) -> str:
-    points = [(step, value) for step, value in enumerate(values) if math.isfinite(value)]
-    if len(points) < 2:
-        return ""
-    every = -(-len(points) // _MOST_POINTS)
-    shown = [*points[:-1:every], points[-1]]
-    low, high = min(value for _, value in shown), max(value for _, value in shown)
-    ticks = nice_ticks(low, high)
-    low, high = min(low, ticks[0]), max(high, ticks[-1])
-    last = points[-1][0]
-
-    def x(step: float) -> float:
-        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * step / last
-
-    def y(value: float) -> float:
-        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (high - value) / ((high - low) or 1.0)
-
-    grid = "".join(
-        f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>'
-        f'<text x="{_LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:,.6g}</text>'
-        for tick in ticks
+    report = run.report()
+    name, status = f"run {run.run_id}", run.status
+    sections = (
+        f'<h1>{safe(name)} <span class="status {safe(status)}">{safe(status)}</span></h1>',
+        _error(report),
+        _facts(report),
+        _charts(run),
+        _bottlenecks(report),
+        _efficiency(report),
+        f"<h2>Where the time went</h2>\n{_time(run, report)}",
+        _ranks(report),
+        _statistics(report),
+        _pipeline(run),
+        _log(run),
+        f"<h2>Configuration</h2>\n<pre>{safe(run.config_text)}</pre>" if run.config_text else "",
     )
-    steps = "".join(
-        f'<text x="{x(step):.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{label}</text>'
-        for step, anchor, label in ((0, "start", "step 0"), (last, "end", f"{last:,}"))
+    return html_page(name, "\n".join(section for section in sections if section), STYLE)
+
+
+def _error(report: Report) -> str:
+    error = report.run["error"]
+    if error is None:
+        return ""
+    trace = f"<pre>{safe(str(error['traceback']))}</pre>" if error["traceback"] else ""
+    return f'<section class="error"><p>{safe(str(error["message"]))}</p>{trace}</section>'
+
+
+def _facts(report: Report) -> str:
+    pairs = [*facts(report)]
+    wanted = f" of {report.run['steps']:,}" if type(report.run["steps"]) is int else ""
+    pairs.append(("steps", f"{report.totals['steps']:,}{wanted}"))
+    if report.statistics is not None:
+        pairs.append(("a step", milliseconds(report.statistics.mean)))
+    if memory := report.memory:
+        pairs.append(("memory", show_bytes(sum(memory.values()))))
+    rows = "".join(f"<div><dt>{safe(key)}</dt><dd>{safe(value)}</dd></div>" for key, value in pairs)
+    return f'<dl class="facts">\n{rows}\n</dl>'
+
+
+def _charts(run: FinishedRun) -> str:
+    loss = [(step["step"], step["loss"]) for step in run.steps if step["loss"] is not None]
+    speed = [
+        (step["step"], step["tokens"] / step["seconds"])
+        for step in run.steps
+        if step["tokens"] is not None and (step["seconds"] or 0) > 0
+    ]
+    known = [step for step in run.counted if step["parts"] is not None]
+    layers = {part: (COLOURS[part], [1e3 * step["parts"][part] for step in known]) for part in PARTS}
+    charts = (
+        line_chart("Loss", "mean of the batch", loss),
+        line_chart("Throughput", "tokens/s", speed),
+        stacked_chart("Parts of a step", "ms, mean of the ranks", [step["step"] for step in known], layers),
     )
-    line = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in shown)
+    return f'<div class="charts">\n{"".join(charts)}\n</div>'
+
+
+# What held it up.
+
+
+def _bottlenecks(report: Report) -> str:
+    if not report.bottlenecks and not report.was_watched:
+        return ""
+    items = "".join(map(_bottleneck, report.bottlenecks))
+    shown = f'<ul class="bottlenecks">{items}</ul>' if items else "<p>None was found.</p>"
+    return f"<h2>Bottlenecks</h2>\n{shown}"
+
+
+def _bottleneck(found: Mapping[str, Any]) -> str:
+    severity, kind, message = (safe(str(found.get(key) or "")) for key in ("severity", "kind", "message"))
+    evidence = ", ".join(f"{key} {_shown(value)}" for key, value in _evidence(found))
+    note = f'<p class="note">{safe(evidence)}</p>' if evidence else ""
     return (
-        f'<figure><figcaption>{escape(title)} <span class="unit">{escape(unit)}</span></figcaption>'
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(title)} over steps" '
-        f'viewBox="0 0 {_WIDTH} {_HEIGHT}"><g class="grid">{grid}{steps}</g>'
-        f'<polyline class="curve" points="{line}"/></svg></figure>'
+        f'<li><span class="severity {severity}">{severity}</span> <strong>{kind}</strong>: {message}'
+        f"<p>{safe(remedy(found))}</p>{note}</li>"
     )
 
 
-def nice_ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Round numbers between the two, in steps of 1, 2 or 5 times a power of ten; at least one."""
-    if high <= low:
-        return [low]
-    rough = (high - low) / about
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
-    first, last = math.ceil(low / step), math.floor(high / step)
-    return [number * step for number in range(first, last + 1)] or [low]
+def _evidence(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    evidence = found.get("evidence")
+    return iter(evidence.items()) if isinstance(evidence, Mapping) else iter(())
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _efficiency(report: Report) -> str:
+    known = [(axis, value) for axis in AXES if (value := report.efficiency[axis]) is not None]
+    rows = ((axis, f"{_gauge(value)}{percent(value)}", safe(EFFICIENCY_MEANINGS[axis])) for axis, value in known)
+    return f'<h2>Efficiency by axis</h2>\n<div class="words">{html_table(("", "", ""), rows)}</div>' if known else ""
+
+
+def _gauge(share: float) -> str:
+    width = 100 * min(1.0, max(0.0, share))
+    return f'<span class="gauge"><i style="width:{width:.1f}%"></i></span>'
 
 
 # Tables.
 
 
-def _time(record: RunRecord) -> str:
-    told = record.told
-    if not told:
-        return "<p>No step was made.</p>"
-    each = [record.parts(rank) for rank in told]
+def _time(run: FinishedRun, report: Report) -> str:
+    if not report.parts.total:
+        return "<p>No step was made.</p>" if not run.steps else "<p>Nothing was noted of it.</p>"
     legend = "".join(
-        f'<span><i style="background:{_COLOURS[part]}"></i>{escape(part)}: {escape(MEANINGS[part])}</span>'
-        for part in PARTS
+        f'<span><i style="background:{COLOURS[part]}"></i>{safe(part)}: {safe(MEANINGS[part])}</span>' for part in PARTS
     )
-    rows = [(record.name(rank), parts) for rank, parts in zip(told, each, strict=True)]
-    rows += [("all ranks", mean_of(each))] if len(told) > 1 else []
-    cells = ((escape(name), _bar(parts), *(f"{100 * share:.1f} %" for share in _shares(parts))) for name, parts in rows)
-    left_out = f"{record.num_warm_up} steps of warm-up are left out." if record.num_warm_up else ""
-    return f'<p class="legend">{legend}</p>{_table(("", "", *PARTS), cells)}<p class="note">{left_out}</p>'
+    rows = [
+        (rank_name(rank), parts, rank["remainder_seconds"])
+        for rank in report.ranks
+        if (parts := parts_of(rank)) is not None
+    ]
+    rows += [("all ranks", report.parts, report.remainder)] if len(rows) != 1 else []
+    cells = ((safe(name), _bar(parts), *_shares(parts, remainder)) for name, parts, remainder in rows)
+    table = html_table(("", "", *PARTS, "remainder"), cells)
+    left_out = f"{count(run.num_warm_up, 'step')} of warm-up are left out." if run.num_warm_up else ""
+    return f'<p class="legend">{legend}</p><div class="wide">{table}</div><p class="note">{left_out}</p>'
 
 
-def _shares(parts: TimeParts) -> list[float]:
-    return [parts.shares()[part] for part in PARTS]
+def _shares(parts: TimeParts, remainder: float | None) -> list[str]:
+    rest = remainder_share(parts, remainder)
+    return [*(percent(share) for share in parts.shares().values()), "" if rest is None else percent(rest)]
 
 
 def _bar(parts: TimeParts) -> str:
-    shares = {part: 100 * share for part, share in parts.shares().items()}
     pieces = "".join(
-        f'<i style="width:{share:.2f}%;background:{_COLOURS[part]}" title="{part} {share:.1f} %"></i>'
-        for part, share in shares.items()
+        f'<i style="width:{100 * share:.2f}%;background:{COLOURS[part]}" title="{part} {percent(share)}"></i>'
+        for part, share in parts.shares().items()
     )
     return f'<span class="bar">{pieces}</span>'
 
 
-def _ranks(record: RunRecord) -> str:
-    rows = []
-    for rank in sorted(record.ranks):
-        totals, found = record.ranks[rank], record.metrics_of(rank)
-        memory = "" if totals.memory is None else f"{totals.memory / 2**20:,.0f} MiB"
-        bubble = f"{100 * found['bubble']:.1f} %"
-        rows.append((escape(record.name(rank)), escape(totals.device), f"{totals.parameters:,}", memory, bubble))
-    return _table(("", "device", "parameters", "memory", "bubble"), rows)
+def _ranks(report: Report) -> str:
+    if not report.ranks:
+        return ""
+    head = (
+        "",
+        "host",
+        "device",
+        "parameters",
+        "memory",
+        "bubble",
+        "straggler score",
+        "processor time",
+        "without a core",
+    )
+    rows = (tuple(map(safe, _rank(rank, report.memory_budget))) for rank in report.ranks)
+    return f'<h2>Ranks</h2>\n<div class="wide">{html_table(head, rows)}</div>'
 
 
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    cells = "".join(f'<th scope="col">{name}</th>' for name in head)
-    body = "\n".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{cells}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
+def _rank(rank: Mapping[str, Any], budget: int | None) -> Iterator[str]:
+    def shown(key: str, form: str, unit: str = "") -> str:
+        value = rank[key]
+        return format(value, form) + unit if type(value) in (int, float) else ""
+
+    yield rank_name(rank)
+    yield str(rank["host"] or "")
+    yield str(rank["device"] or "")
+    yield shown("parameters", ",")
+    used = rank["memory_bytes"]
+    share = f" ({percent(used / budget)} of its budget)" if budget and type(used) is int else ""
+    yield f"{show_bytes(used)}{share}" if type(used) is int else ""
+    yield percent(rank["bubble"]) if type(rank["bubble"]) is float else ""
+    yield shown("straggler_score", ".2f")
+    yield shown("compute_cpu_seconds", ".2f", " s")
+    yield shown("core_wait_seconds", ".2f", " s")
 
 
-def _style() -> str:
-    def variables(theme: str) -> str:
-        return "".join(f"--{role}:{colour};" for role, colour in THEMES[theme].items())
+def _statistics(report: Report) -> str:
+    found = report.statistics
+    if found is None:
+        return ""
+    values = (found.mean, found.median, found.p95, found.p99, found.least, found.most)
+    row = (str(found.num_steps), *map(milliseconds, values))
+    table = html_table(("steps", "mean", "median", "p95", "p99", "least", "most"), [row])
+    return f'<h2>Step times</h2>\n<div class="wide">{table}</div>'
 
-    good, bad = Status.COMPLETED, ",".join(f".status.{each}" for each in (Status.FAILED, Status.HUNG))
-    return f"""
-:root {{ {variables("light")} }}
-@media (prefers-color-scheme: dark) {{ :root {{ {variables("dark")} }} }}
-body {{ margin: 0; background: var(--paper); color: var(--ink); font: 14px/1.5 {SANS}; }}
-main {{ max-width: 1100px; margin: 0 auto; padding: 24px; }}
-h1 {{ font-size: 22px; }}
-h2 {{ font-size: 16px; margin-top: 32px; }}
-.status {{ font-size: 13px; font-weight: 600; padding: 2px 10px; border-radius: 10px; background: var(--row); }}
-.status.{good} {{ background: #4cc29a; color: #0f1720; }}
-{bad} {{ background: var(--critical); color: #ffffff; }}
-.error {{ border-left: 4px solid var(--critical); padding-left: 14px; }}
-.facts {{ display: flex; flex-wrap: wrap; gap: 8px 36px; margin: 0; }}
-dt {{ color: var(--muted); }}
-dd {{ margin: 0; font-size: 17px; font-variant-numeric: tabular-nums; }}
-.charts {{ display: flex; flex-wrap: wrap; gap: 16px 24px; margin-top: 24px; }}
-figure {{ margin: 0; flex: 1 1 420px; }}
-figcaption {{ font-weight: 600; }}
-.unit, .note {{ color: var(--muted); font-weight: 400; }}
-svg {{ width: 100%; height: auto; font: 11px {SANS}; }}
-.grid line {{ stroke: var(--grid); }}
-.grid text {{ fill: var(--muted); }}
-.curve {{ fill: none; stroke: #3b87d1; stroke-width: 1.8; stroke-linejoin: round; }}
-.legend {{ display: flex; flex-wrap: wrap; gap: 4px 20px; color: var(--muted); }}
-.legend i {{ display: inline-block; width: 10px; height: 10px; margin-right: 6px; border-radius: 2px; }}
-.wide {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
-th, td {{ padding: 4px 16px 4px 0; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap; }}
-th:first-child, td:first-child {{ text-align: left; }}
-th {{ color: var(--muted); font-weight: 500; }}
-.bar {{ display: inline-flex; width: 260px; height: 14px; border-radius: 3px; overflow: hidden;
-  background: var(--row); }}
-.bar i {{ display: block; height: 100%; }}
-pre {{ background: var(--row); padding: 14px; border-radius: 6px; overflow-x: auto; font: 12px/1.5 {MONO}; }}
-"""
+
+# The last step, and what was said.
+
+
+def _pipeline(run: FinishedRun) -> str:
+    found = run.last_step()
+    if found is None:
+        return ""
+    number, measured = found[0], found[1].in_milliseconds()
+    try:
+        planned = compare(measured).planned
+    except (InvalidCall, ValueError, ArithmeticError):  # a table that is not whole, of a run that was cut short
+        return ""
+    bubbles = f"bubble planned {percent(planned.bubble_ratio)}, measured {percent(measured.bubble_ratio)}"
+    picture = draw(
+        lanes_of(planned),
+        lanes_of_measured(measured),
+        title=f"step {number}: {plain(run.schedule)}",
+        subtitle=f"milliseconds; {bubbles}",
+    )
+    return f'<h2>The last step\'s pipeline</h2>\n<figure class="wide">\n{to_svg(picture)}</figure>'
+
+
+def _log(run: FinishedRun) -> str:
+    lines = "\n".join(map(log_line, run.log[-_LOG_LINES:]))
+    return f"<h2>Log</h2>\n<pre>{safe(lines)}</pre>" if lines else ""
+
+
+def log_line(line: Mapping[str, Any]) -> str:
+    """One record, as a terminal would have it."""
+    known = ("time", "level", "event")
+    rest = " ".join(f"{key}={value}" for key, value in line.items() if key not in known and value is not None)
+    level, event = str(line.get("level", "")), str(line.get("event", ""))
+    return f"{_clock(line.get('time'))}{level:<8} {event}  {rest}".rstrip()
+
+
+def _clock(moment: Any) -> str:
+    if type(moment) not in (int, float) or not 0 <= moment < 1e11:
+        return ""
+    return f"{datetime.fromtimestamp(moment, UTC):%H:%M:%S} "

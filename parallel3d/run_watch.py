@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from monitoring.endpoint import Endpoint
 from monitoring.facts import RunFacts
@@ -16,7 +16,14 @@ from parallel3d.config import RunConfig
 from parallel3d.pipeline_advice import PipelinePlanner
 from parallel3d.run_endpoint import endpoints
 from parallel3d.run_folder import RunFolder
+from parallel3d.run_log import RunLog
 from parallel3d.run_record import ModelFacts, RunRecord
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from monitoring.observer import Observer
+    from monitoring.station import Station
 
 SETTLE_SECONDS = 10.0
 """For what ranks have told last; what a busy host has not got through by then is left out of the folder."""
@@ -28,8 +35,12 @@ class RunWatch:
     def __init__(self, record: RunRecord, folder: RunFolder, endpoint: Endpoint | None) -> None:
         facts = run_facts(record.config, record.facts, folder.run_id)
         planner, lists_ranks = PipelinePlanner.of_config(record.config), record.config.monitoring.per_rank
-        self._station, self._observer = open_station(facts, endpoint, planner, lists_ranks=lists_ranks)
+        self._station, self._observer = open_station(facts, endpoint, planner, _page, lists_ranks)
         self._observer.on_change.append(folder.note)
+        log = RunLog(self._observer)
+        self._observer.on_change.append(log.note)
+        self._station.on_status.append(log.note_status)
+        self._station.set_status(record.status)
         self._record, self._folder = record, folder
 
     def take(self, rank: int, message: Mapping[str, Any]) -> None:
@@ -57,6 +68,13 @@ class RunWatch:
         await self._station.close()
         # Its port may soon be somebody else's, who shall not be sent the token.
         await asyncio.to_thread(self._folder.write_endpoints, endpoints(self._folder.run_id, None))
+
+
+def _page(station: Station, observer: Observer) -> list[web.RouteDef]:
+    """Called in the station's thread, which imports what a page takes."""
+    from parallel3d.run_view import page_of
+
+    return page_of(station, observer)
 
 
 def run_facts(config: RunConfig, model: ModelFacts, run_id: str) -> RunFacts:

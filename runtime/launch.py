@@ -18,6 +18,7 @@ from runtime.control import LauncherControl, Message
 from runtime.errors import Coords, LaunchError
 from runtime.failures import Report, describe_exit, find_root
 from runtime.launch_spec import RUN_ID, LaunchResult, LaunchSpec, Started, prepare, start
+from runtime.log_format import log_environment
 
 __all__ = ["Launch", "LaunchResult", "LaunchSpec", "OnMessage", "launch"]
 
@@ -139,7 +140,8 @@ class Launch:
 
     def _rank_environment(self, rank: int) -> dict[str, str]:
         size = str(self._spec.num_ranks)
-        return {"RANK": str(rank), "WORLD_SIZE": size, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": size}
+        place = {"RANK": str(rank), "WORLD_SIZE": size, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": size}
+        return place | log_environment()
 
     def _on_server(self) -> None:
         for event in self._server.events():

@@ -9,7 +9,10 @@ from runtime.errors import ConfigError, Parallel3DError
 from runtime.launch_spec import WarmServer
 
 EXIT_ERROR, EXIT_BAD_CONFIG, EXIT_INTERRUPTED = 1, 3, 130
-VERBS = ("run", "launch", "validate", "schema", "schedule", "simulate", "shards", "bench", "dashboards")
+VERBS = (
+    "run", "launch", "validate", "schema", "schedule", "simulate", "shards", "bench", "report", "verify", "view",
+    "dashboards",
+)  # fmt: skip
 
 
 def main() -> None:

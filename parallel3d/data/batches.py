@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import time
 from collections import deque
 from concurrent.futures import Future
@@ -14,6 +15,7 @@ from parallel3d.data.batch import Batch
 from parallel3d.data.dataset import Dataset
 from parallel3d.data.sampler import Sampler
 from runtime.errors import DataError, InvalidCall
+from runtime.log_context import bind_step
 from runtime.threads import DaemonThreads
 
 # A read that is under way cannot be interrupted; longer than this nobody waits for its end.
@@ -89,7 +91,8 @@ class Batches:
         if self._thread is None:
             self._thread = DaemonThreads("parallel3d-data", limit=1)
         while len(self._loading) < num_steps and (step := self._next + len(self._loading)) < self._stop:
-            self._loading.append(self._thread.submit(_load, self._dataset, self._sampler, step))
+            run = contextvars.copy_context().run  # a dataset's log lines are the rank's
+            self._loading.append(self._thread.submit(run, _load, self._dataset, self._sampler, step))
 
     async def _wait_for(self, loading: Future[Batch]) -> None:
         self._is_waiting, start = True, time.perf_counter()
@@ -138,6 +141,7 @@ class Batches:
 
 def _load(dataset: Dataset, sampler: Sampler, step: int) -> Batch:
     """A function, not a method: a load that waits its turn must not keep the batches alive."""
+    bind_step(step)
     return dataset.batch(sampler.indices(step))
 
 

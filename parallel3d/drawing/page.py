@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from html import escape
+from collections.abc import Iterator, Sequence
 
+from parallel3d.drawing.frame import html_page, html_table, safe
 from parallel3d.drawing.lanes import Lane, lanes_of
-from parallel3d.drawing.palette import THEMES
 from parallel3d.drawing.picture import draw
-from parallel3d.drawing.svg import SANS, to_svg
+from parallel3d.drawing.svg import to_svg
 from parallel3d.drawing.words import count, facts, number, percent, title
 from parallel3d.schedules.actions import Kind
 from parallel3d.simulation.outcome import Reason, Simulation
@@ -20,30 +19,16 @@ def to_page(simulation: Simulation, measured: Sequence[Lane] | None = None) -> s
     name = title(simulation.table)
     critical = [step.action for step in simulation.critical_path]
     picture = draw(lanes_of(simulation), measured, title=name, subtitle=facts(simulation), critical=critical)
-    return f"""<!DOCTYPE html>
-<html xmlns="http://www.w3.org/1999/xhtml" lang="en">
-<head>
-<meta charset="utf-8"/>
-<meta name="viewport" content="width=device-width, initial-scale=1"/>
-<meta name="color-scheme" content="light dark"/>
-<title>{escape(name)}</title>
-<style>{_style()}</style>
-</head>
-<body>
-<main>
-<input type="checkbox" id="critical" checked="checked"/>
+    body = f"""<input type="checkbox" id="critical" checked="checked"/>
 <label for="critical">critical path</label>
 <figure>
 {to_svg(picture)}</figure>
-<p class="critical-path">{escape(_critical_path(simulation))}</p>
+<p class="critical-path">{safe(_critical_path(simulation))}</p>
 <div class="tables">
-{_table("Ranks", ("rank", "stages", "busy", "idle", "bubble"), _ranks(simulation))}
-{_table("Stages", ("stage", "rank", "peak activations"), _stages(simulation))}
-</div>
-</main>
-</body>
-</html>
-"""
+{html_table(("rank", "stages", "busy", "idle", "bubble"), _ranks(simulation), "Ranks")}
+{html_table(("stage", "rank", "peak activations"), _stages(simulation), "Stages")}
+</div>"""
+    return html_page(name, body, _STYLE)
 
 
 def _critical_path(simulation: Simulation) -> str:
@@ -73,39 +58,20 @@ def _stages(simulation: Simulation) -> Iterator[tuple[str, ...]]:
         yield str(stage), str(simulation.table.rank_of_stage[stage]), f"{bar}{peak}"
 
 
-def _table(caption: str, head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    cells = "".join(f'<th scope="col">{name}</th>' for name in head)
-    body = "\n".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    return (
-        f"<table>\n<caption>{caption}</caption>\n<thead><tr>{cells}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
-    )
-
-
-def _style() -> str:
-    def variables(theme: str) -> str:
-        return "".join(f"--{role}:{colour};" for role, colour in THEMES[theme].items())
-
-    return f"""
-:root {{ {variables("light")} }}
-@media (prefers-color-scheme: dark) {{ :root {{ {variables("dark")} }} }}
-body {{ margin: 0; background: var(--paper); color: var(--ink); font: 14px/1.5 {SANS}; }}
-main {{ max-width: max-content; margin: 0 auto; padding: 16px; }}
-label {{ margin-left: 4px; cursor: pointer; }}
-#critical {{ margin-left: 24px; accent-color: var(--critical); }}
-figure {{ margin: 0; overflow-x: auto; }}
-.critical-path {{ display: none; margin: 0 24px 16px; color: var(--muted); }}
-.p3d .path, .p3d .box.critical rect {{ stroke: none; }}
-.p3d .path {{ display: none; }}
-#critical:checked ~ .critical-path {{ display: block; }}
-#critical:checked ~ figure .path {{ display: inline; }}
-#critical:checked ~ figure .box:not(.critical) {{ opacity: 0.45; }}
-#critical:checked ~ figure .box.critical rect {{ stroke: var(--critical); stroke-width: 2; }}
-.tables {{ display: flex; flex-wrap: wrap; gap: 16px 56px; margin: 8px 24px 24px; align-items: flex-start; }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
-caption {{ text-align: left; font-weight: 600; padding-bottom: 4px; }}
-th, td {{ padding: 4px 14px 4px 0; text-align: right; border-bottom: 1px solid var(--grid); }}
-th {{ color: var(--muted); font-weight: 500; }}
-.bar {{ display: inline-block; width: 72px; height: 8px; margin-right: 10px; border-radius: 4px;
-  background: var(--row); overflow: hidden; }}
-.bar span {{ display: block; height: 100%; background: var(--muted); }}
+_STYLE = """
+main { max-width: max-content; margin: 0 auto; padding: 16px; }
+label { margin-left: 4px; cursor: pointer; }
+#critical { margin-left: 24px; accent-color: var(--critical); }
+figure { margin: 0; overflow-x: auto; }
+.critical-path { display: none; margin: 0 24px 16px; color: var(--muted); }
+.p3d .path, .p3d .box.critical rect { stroke: none; }
+.p3d .path { display: none; }
+#critical:checked ~ .critical-path { display: block; }
+#critical:checked ~ figure .path { display: inline; }
+#critical:checked ~ figure .box:not(.critical) { opacity: 0.45; }
+#critical:checked ~ figure .box.critical rect { stroke: var(--critical); stroke-width: 2; }
+.tables { display: flex; flex-wrap: wrap; gap: 16px 56px; margin: 8px 24px 24px; align-items: flex-start; }
+.bar { display: inline-block; width: 72px; height: 8px; margin-right: 10px; border-radius: 4px;
+  background: var(--row); overflow: hidden; }
+.bar span { display: block; height: 100%; background: var(--muted); }
 """

@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import re
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,9 @@ import pytest
 from monitoring.trace import ACTIONS, Span
 from parallel3d.config import load_config
 from parallel3d.run_folder import RunFolder, check_run_dir, new_run_id, take_span_files, write_span_file
-from parallel3d.run_record import RunError, RunRecord, Status
-from parallel3d.run_report import nice_ticks, to_page
-from runtime.errors import ConfigError, Coords
-from tests.unit.test_run_record import step_message, watch
+from parallel3d.run_record import RunRecord, Status
+from runtime.errors import ConfigError
+from tests.unit.test_run_record import step_message
 
 
 def config_of(run_dir: Path | None = None, **overrides):
@@ -144,66 +142,3 @@ async def test_a_full_disk_is_told_at_the_end(here):
     with pytest.raises(OSError, match="No space left"):
         await folder.complete(RunRecord(config_of()))
     assert (folder.path / "metrics.json").exists()
-
-
-# The page.
-
-
-def page_of(record: RunRecord, run_id: str = "id") -> ElementTree.Element:
-    text = to_page(record, run_id)
-    assert "http" not in text.replace("http://www.w3.org/", "")
-    return ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
-
-
-def text_of(element: ElementTree.Element) -> str:
-    return " ".join(" ".join(element.itertext()).split())
-
-
-def test_the_page_shows_the_run():
-    record = RunRecord(config_of(**{"parallel.dp": 2}), status=Status.COMPLETED)
-    for rank in (0, 1):
-        record.take(rank, {"kind": "mesh", "coords": [rank, 0, 0]})
-        for step in range(5):
-            record.take(rank, step_message(step, loss=5.0 - step))
-    watch(record, 5)
-    page = page_of(record)
-    text = text_of(page)
-    assert "completed" in text
-    assert "5 of 9" in text
-    assert "rank 1 (dp=1 tp=0 pp=0)" in text
-    assert "compute: forward and backward" in text
-    assert "60.0 %" in text
-    assert "2 steps of warm-up are left out" in text
-    assert "batch_size: 2" in text
-    curves = page.findall(".//{http://www.w3.org/2000/svg}polyline")
-    assert [len(curve.get("points", "").split()) for curve in curves] == [5, 5]
-
-
-def test_what_users_wrote_is_escaped():
-    record = RunRecord(config_of(**{"data.path": "</pre><script>alert(1)</script>"}), status=Status.FAILED)
-    record.error = RunError("rank 0 failed: <img src=x>\x1b[31m", 0, Coords(0, 0, 0), 0, "Traceback <b>\x00")
-    text = to_page(record, "<id>")
-    assert "<script" not in text
-    assert "<img" not in text
-    page = page_of(record, "<id>")
-    assert "rank 0 failed: <img src=x>" in text_of(page)
-    assert "No step was made." in text_of(page)
-
-
-def test_a_long_curve_is_thinned_and_keeps_its_ends():
-    record = RunRecord(config_of(), status=Status.COMPLETED)
-    for step in range(5000):
-        record.take(0, step_message(step, loss=float(step)))
-    record.take(0, step_message(5000, loss=float("nan")))
-    curve = page_of(record).find(".//{http://www.w3.org/2000/svg}polyline")
-    points = curve.get("points").split()
-    assert len(points) <= 1001
-    assert points[-1].startswith("628.0,")
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "ticks"),
-    [(0.0, 1.0, [0.0, 0.5, 1.0]), (1.2, 4.1, [2.0, 3.0, 4.0]), (3.0, 3.0, [3.0]), (0.0, 7.5, [0.0, 2.0, 4.0, 6.0])],
-)
-def test_ticks_are_round(low, high, ticks):
-    assert nice_ticks(low, high) == pytest.approx(ticks)

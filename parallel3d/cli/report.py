@@ -1,0 +1,56 @@
+"""`parallel3d report`: what a run came to, from its folder: in words, as an HTML page, or as JSON. No torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from runtime.errors import InvalidCall
+
+STDOUT = "-"
+
+
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="The run's folder, such as runs/<run_id>.", show_default=False)],
+    html: Annotated[
+        str | None,
+        typer.Option("--html", metavar="FILE", help="Write a page with the plots instead; - is stdout."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Tell what a run came to: its efficiency by axis, where the time went, memory, bottlenecks with their remedies.
+
+    A run that was killed, or still goes on, is told of as far as its folder goes.
+    """
+    if html is not None and as_json:
+        raise typer.BadParameter("it is either a page or JSON.", param_hint="--html and --json")
+
+    from parallel3d.cli.report_text import report_text
+    from parallel3d.finished_run import read_run
+    from parallel3d.run_report import to_page
+
+    run = read_run(run_dir)
+    if html == STDOUT:
+        sys.stdout.write(to_page(run))
+    elif html is not None:
+        _write(Path(html), to_page(run))
+    elif as_json:
+        print(json.dumps(run.report().to_json(), indent=2))
+    else:
+        print(report_text(run.report()))
+
+
+def _write(path: Path, page: str) -> None:
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise InvalidCall(f"--html {path} can't be written: {error.strerror}. Name another file.") from None
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("report")(report)

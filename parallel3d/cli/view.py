@@ -1,0 +1,105 @@
+"""`parallel3d view`: a run's page in the browser, from its folder; of a run that goes on, where its own page is."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from runtime.errors import InvalidCall
+
+if TYPE_CHECKING:
+    from monitoring.endpoint import Endpoint
+    from parallel3d.finished_run import FinishedRun
+    from parallel3d.folder_view import FolderView
+
+EXIT_ERROR = 1
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("view")(view)
+
+
+def view(
+    folder: Annotated[Path, typer.Argument(help="The run's folder, such as runs/<run_id>.", show_default=False)],
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Of this host only.", show_default="a free one")
+    ] = None,
+    opens: Annotated[bool, typer.Option("--open", help="Open it in the browser too.")] = False,
+) -> None:
+    """Show a run in the browser: prints the page's address, and serves it until Ctrl-C.
+
+    A run that still goes on has a page of its own: then its address is printed, and that is all.
+    """
+    from parallel3d.finished_run import read_run
+
+    try:
+        if (address := _live_page(read_run(folder))) is not None:
+            _tell(address, opens)
+            return
+        raise typer.Exit(_serve(folder, port, opens))
+    except InvalidCall as error:
+        print(f"parallel3d view: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_ERROR) from None
+
+
+def _live_page(run: FinishedRun) -> str | None:
+    """Of a run that goes on, and has one."""
+    address = run.endpoints.get("page")
+    is_address = isinstance(address, str) and address.startswith(("http://", "https://")) and address.isprintable()
+    return address if is_address and run.status == "running" else None
+
+
+def _serve(folder: Path, port: int | None, opens: bool) -> int:
+    from monitoring.endpoint import Endpoint
+    from parallel3d.folder_view import FolderView
+
+    source = FolderView(folder)
+    try:
+        endpoint = Endpoint.open("127.0.0.1", port)
+    except OSError as error:
+        raise InvalidCall(f"port {port} can't be listened on: {error.strerror}. Give another, or none.") from None
+    with endpoint.listener:
+        asyncio.run(_answer(source, endpoint, opens))
+    return 0
+
+
+async def _answer(source: FolderView, endpoint: Endpoint, opens: bool) -> None:
+    """Until a signal comes: to end it is what Ctrl-C is for here, so it is no error."""
+    from aiohttp import web
+
+    from monitoring.guard import Guard
+    from monitoring.page import page_routes
+    from monitoring.server import serve
+
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    app = web.Application()
+    Guard(endpoint).install(app)
+    app.add_routes(page_routes(source))
+    runner = await serve(app, endpoint)
+    watching = asyncio.create_task(source.watch())
+    try:
+        _tell(endpoint.url("/", with_token=True), opens)
+        await ended.wait()
+    finally:
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
+        source.feed.close()
+        await runner.cleanup()
+
+
+def _tell(address: str, opens: bool) -> None:
+    print(address, flush=True)
+    if opens:
+        import webbrowser
+
+        webbrowser.open(address)

@@ -1,0 +1,93 @@
+"""What a run itself logs: its start and its end, slow ranks, bottlenecks. All in the station's thread."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+from runtime.log_format import LogFormat, log_format
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
+
+_SERIOUS = ("high", "critical")
+_BROKEN = ("failed", "hung")
+
+
+class Notes(Protocol):
+    """Where records are kept: the run's observer, from which its folder and its page have them."""
+
+    def note(self, record: Mapping[str, Any]) -> object: ...
+
+
+class RunLog:
+    """Warnings are also shown on stderr; the rest is in the folder and on the page."""
+
+    def __init__(self, notes: Notes, write: Callable[[str], object] | None = None) -> None:
+        self._notes, self._write = notes, write
+        self._has_started = False
+
+    @cached_property
+    def _log(self) -> FilteringBoundLogger:
+        return self._make(logging.WARNING)
+
+    @cached_property
+    def _quiet(self) -> FilteringBoundLogger:
+        """Shows nothing: whoever has started the run says how it ended."""
+        return self._make(logging.CRITICAL)
+
+    def _make(self, shown_from: int) -> FilteringBoundLogger:
+        """In the station's thread: the run does not wait for structlog."""
+        from runtime.logs import make_logger
+
+        is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        form = log_format(is_terminal)
+        write = self._write or (_over_live_line if is_terminal and form is not LogFormat.JSON else None)
+        return make_logger(form, tell=self._notes.note, shown_from=shown_from, write=write)
+
+    def note(self, kind: str, payload: Any) -> None:
+        """What the observer has found."""
+        if kind == "stragglers":
+            for each in payload:
+                self._note_straggler(**each)
+        elif kind == "bottlenecks":
+            for each in payload:
+                self._note_bottleneck(each)
+
+    def _note_straggler(self, state: str, rank: int, **fields: Any) -> None:
+        if state == "found":
+            score = round(fields.pop("score"), 3)
+            self._log.warning(f"rank {rank} is slow", straggler=rank, score=score, **_known(fields))
+        else:
+            self._log.info(f"rank {rank} is no longer slow", straggler=rank)
+
+    def _note_bottleneck(self, found: Mapping[str, Any]) -> None:
+        if found["state"] == "gone":
+            self._log.info("a bottleneck is gone", bottleneck=found["kind"])
+            return
+        log = self._log.warning if found["severity"] in _SERIOUS else self._log.info
+        fields = _known({key: found[key] for key in ("severity", "key", "value", "gain", "host", "axis")})
+        log(found["message"], bottleneck=found["kind"], **fields, remedy=found["remedy"])
+
+    def note_status(self, status: str, error: str) -> None:
+        """How the run is, when that changes."""
+        if not self._has_started:
+            self._has_started = True
+            self._quiet.info("the run started")
+        if status != "running":
+            log = self._quiet.error if status in _BROKEN else self._quiet.info
+            log("the run ended", status=str(status), **_known({"error": error or None}))
+
+
+def _known(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def _over_live_line(line: str) -> None:
+    """Where the live line stands, which is drawn again with the next step."""
+    from runtime.logs import to_stderr
+
+    to_stderr(f"\r\x1b[K{line}")
