@@ -6,10 +6,11 @@ import asyncio
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from monitoring.endpoint import Endpoint
 from monitoring.facts import RunFacts
+from monitoring.trace import Span
 from monitoring.watch import open_station
 from parallel3d import __version__
 from parallel3d.config import RunConfig
@@ -68,6 +69,49 @@ class RunWatch:
         await self._station.close()
         # Its port may soon be somebody else's, who shall not be sent the token.
         await asyncio.to_thread(self._folder.write_endpoints, endpoints(self._folder.run_id, None))
+
+
+class Watch(Protocol):
+    """Who looks on."""
+
+    @property
+    def bubble(self) -> float | None:
+        """Of the latest step of which it is known."""
+
+    def take(self, rank: int, message: Mapping[str, Any]) -> object:
+        """Never waits."""
+
+    async def settle(self) -> None:
+        """No message comes any more; the record then has what was found."""
+
+    async def close(self) -> None:
+        """The folder is complete."""
+
+
+async def complete(
+    folder: RunFolder, record: RunRecord, watch: Watch | None, spans: Mapping[int, list[Span]] | None = None
+) -> None:
+    """The folder, with all that was observed, and then nobody is answered any more. Who is cancelled here waits for it
+    all the same: half a folder would be all that is left of a run."""
+    ending = asyncio.create_task(_complete(folder, record, watch, spans))
+    try:
+        await asyncio.shield(ending)
+    except asyncio.CancelledError:
+        if not ending.done():
+            await asyncio.wait([ending])  # cancelled again, it is left to itself
+        raise
+
+
+async def _complete(
+    folder: RunFolder, record: RunRecord, watch: Watch | None, spans: Mapping[int, list[Span]] | None
+) -> None:
+    try:
+        if watch is not None:
+            await watch.settle()
+        await folder.complete(record, spans)
+    finally:
+        if watch is not None:
+            await watch.close()
 
 
 def _page(station: Station, observer: Observer) -> list[web.RouteDef]:

@@ -18,7 +18,7 @@ from parallel3d.before_start import Locate, check_before_start, nowhere
 from parallel3d.config import RunConfig, load_config, locate
 from parallel3d.run_folder import RunFolder, check_run_dir, new_run_id
 from parallel3d.run_record import ModelFacts, RunError, RunRecord, RunStep, Status, step_event
-from parallel3d.run_watch import RunWatch
+from parallel3d.run_watch import RunWatch, complete
 from runtime.control import Message
 from runtime.errors import InvalidCall, LaunchError, RunFailed
 from runtime.launch import Launch
@@ -331,18 +331,10 @@ class Run:
             self._folder.event("ended", status=self.record.status, steps=len(self.record.steps))
             for waiting in self._waiting.values():
                 _resolve(waiting, None)
-            await self._complete()
-
-    async def _complete(self) -> None:
-        """The folder, and then nobody is answered any more."""
-        try:
-            if self._watch is not None:
-                await self._watch.settle()
-            await self._folder.complete(self.record)
-        finally:
-            self._endpoint = None
-            if self._watch is not None:
-                await self._watch.close()
+            try:
+                await complete(self._folder, self.record, self._watch)
+            finally:
+                self._endpoint = None
 
     def _conclude(self, result: LaunchResult) -> None:
         self._result = result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,28 +17,12 @@ from parallel3d.last_steps import LastSteps
 from parallel3d.rank_mesh import Mesh
 from parallel3d.run_folder import RunFolder
 from parallel3d.run_record import ModelFacts, RunError, RunRecord, RunStep, Status, step_event
+from parallel3d.run_watch import Watch, complete
 from parallel3d.trainer import MakeCoordinator, train
 from parallel3d.wishes import Wish
 from process_groups.group import Group
 from runtime.control import Message
 from runtime.errors import CommunicationError, DeadlineExceeded, name_rank
-
-
-class Watch(Protocol):
-    """Who looks on, where rank 0 is."""
-
-    @property
-    def bubble(self) -> float | None:
-        """Of the latest step of which it is known."""
-
-    def take(self, rank: int, message: Message) -> object:
-        """Never waits."""
-
-    async def settle(self) -> None:
-        """No message comes any more; the record then has what was found."""
-
-    async def close(self) -> None:
-        """The folder is complete."""
 
 
 class RankOwner:
@@ -144,13 +128,7 @@ class RankOwner:
         if record.error is not None:
             folder.event("failed", **record.error.to_json())
         folder.event("ended", status=record.status, steps=len(record.steps))
-        try:
-            if self._watch is not None:
-                await self._watch.settle()
-            await folder.complete(record, self.spans)
-        finally:
-            if self._watch is not None:
-                await self._watch.close()
+        await complete(folder, record, self._watch, self.spans)
 
 
 async def gather_json(group: Group, value: Any) -> list[Any]:

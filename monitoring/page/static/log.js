@@ -1,6 +1,6 @@
 // The log's tail: newest last, by level and by words; it follows unless somebody scrolls up.
 
-import { byId, clock, el, write } from "./text.js";
+import { brief, byId, clock, el, isNumber, write } from "./text.js";
 
 const MOST = 1000;
 const LEVELS = { debug: 0, info: 1, warning: 2, error: 3, critical: 4 };
@@ -64,10 +64,15 @@ export class Log {
 function row(line) {
   const level = String(line.level ?? "info").toLowerCase();
   const where = [line.rank !== undefined && line.rank !== null ? `r${line.rank}` : "", line.step !== undefined && line.step !== null ? `#${line.step}` : ""].filter(Boolean).join(" ");
-  const more = Object.entries(line).filter(([name]) => !OWN.has(name)).map(([name, value]) => ` ${name}=${typeof value === "string" ? value : JSON.stringify(value)}`).join("");
+  const more = Object.entries(line).filter(([name]) => !OWN.has(name)).map(([name, value]) => ` ${name}=${plain(value)}`).join("");
   const time = typeof line.time === "number" ? clock(line.time) : String(line.time ?? line.timestamp ?? "").slice(11, 19);
   const known = Object.hasOwn(LEVELS, level) ? level : "info";
   return el("div", { class: `is-${known}` },
     el("time", {}, time), el("span", { class: "level" }, known), el("span", { class: "where", title: line.coords ? JSON.stringify(line.coords) : null }, where),
     el("span", { class: "text" }, String(line.event ?? line.message ?? ""), el("span", { class: "more" }, more)));
+}
+
+function plain(value) {
+  if (isNumber(value)) return Number.isInteger(value) ? String(value) : brief(value, 4);
+  return typeof value === "string" ? value : JSON.stringify(value);
 }
