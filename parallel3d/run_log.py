@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import sys
+import time
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,22 +31,18 @@ class RunLog:
         self._has_started = False
 
     @cached_property
-    def _log(self) -> FilteringBoundLogger:
-        return self._make(logging.WARNING)
-
-    @cached_property
-    def _quiet(self) -> FilteringBoundLogger:
-        """Shows nothing: whoever has started the run says how it ended."""
-        return self._make(logging.CRITICAL)
-
-    def _make(self, shown_from: int) -> FilteringBoundLogger:
-        """In the station's thread: the run does not wait for structlog."""
+    def _warnings(self) -> FilteringBoundLogger:
+        """Made with the first of them: importing structlog takes a tenth of a second, which a run does not wait for."""
         from runtime.logs import make_logger
 
         is_terminal = sys.stderr is not None and sys.stderr.isatty()
         form = log_format(is_terminal)
         write = self._write or (_over_live_line if is_terminal and form is not LogFormat.JSON else None)
-        return make_logger(form, tell=self._notes.note, shown_from=shown_from, write=write)
+        return make_logger(form, tell=self._notes.note, write=write)
+
+    def _note(self, level: str, event: str, **fields: Any) -> None:
+        """Without showing it."""
+        self._notes.note({"time": round(time.time(), 6), "level": level, "event": event, **fields})
 
     def note(self, kind: str, payload: Any) -> None:
         """What the observer has found."""
@@ -60,26 +56,29 @@ class RunLog:
     def _note_straggler(self, state: str, rank: int, **fields: Any) -> None:
         if state == "found":
             score = round(fields.pop("score"), 3)
-            self._log.warning(f"rank {rank} is slow", straggler=rank, score=score, **_known(fields))
+            self._warnings.warning(f"rank {rank} is slow", straggler=rank, score=score, **_known(fields))
         else:
-            self._log.info(f"rank {rank} is no longer slow", straggler=rank)
+            self._note("info", f"rank {rank} is no longer slow", straggler=rank)
 
     def _note_bottleneck(self, found: Mapping[str, Any]) -> None:
         if found["state"] == "gone":
-            self._log.info("a bottleneck is gone", bottleneck=found["kind"])
+            self._note("info", "a bottleneck is gone", bottleneck=found["kind"])
             return
-        log = self._log.warning if found["severity"] in _SERIOUS else self._log.info
         fields = _known({key: found[key] for key in ("severity", "key", "value", "gain", "host", "axis")})
-        log(found["message"], bottleneck=found["kind"], **fields, remedy=found["remedy"])
+        said = {"bottleneck": found["kind"], **fields, "remedy": found["remedy"]}
+        if found["severity"] in _SERIOUS:
+            self._warnings.warning(found["message"], **said)
+        else:
+            self._note("info", found["message"], **said)
 
     def note_status(self, status: str, error: str) -> None:
-        """How the run is, when that changes."""
+        """How the run is, when that changes. Whoever has started it says so on stderr."""
         if not self._has_started:
             self._has_started = True
-            self._quiet.info("the run started")
+            self._note("info", "the run started")
         if status != "running":
-            log = self._quiet.error if status in _BROKEN else self._quiet.info
-            log("the run ended", status=str(status), **_known({"error": error or None}))
+            level = "error" if status in _BROKEN else "info"
+            self._note(level, "the run ended", status=str(status), **_known({"error": error or None}))
 
 
 def _known(fields: Mapping[str, Any]) -> dict[str, Any]:
