@@ -156,15 +156,16 @@ def make_report(
         ranks=ranks,
         memory_budget=memory_budget,
         bottlenecks=snapshot["bottlenecks"],
-        was_watched=was_watched,
+        was_watched=was_watched and bool(parts.total),
         statistics=Statistics.of(step_seconds, num_warm_up),
     )
 
 
 def parts_of(rank: Mapping[str, Any]) -> TimeParts | None:
-    """Of an entry of the snapshot's ranks; None where the rank has told nothing."""
-    seconds = rank["seconds"]
-    return TimeParts.of({part: seconds.get(part) or 0.0 for part in PARTS}) if seconds else None
+    """Of an entry of the snapshot's ranks; None where nothing is known of the rank's time."""
+    seconds = rank["seconds"] or {}
+    parts = TimeParts.of({part: seconds.get(part) or 0.0 for part in PARTS})
+    return parts if parts.total else None
 
 
 def remainder_share(parts: TimeParts, remainder: float | None) -> float | None:

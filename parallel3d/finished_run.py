@@ -172,7 +172,7 @@ class FinishedRun:
             self.num_warm_up,
             bandwidths if isinstance(bandwidths, list) else (),
             budget if type(budget) is int and budget > 0 else None,
-            was_watched=bool(self.bottlenecks) or "bottlenecks" in self.metrics,
+            was_watched="bottlenecks" in self.metrics,
         )
 
 
@@ -246,12 +246,10 @@ def _lines(path: Path) -> Iterator[Json]:
 
 
 def _note_bottleneck(run: FinishedRun, line: Json) -> None:
-    """The line's own kind is `bottleneck`, and so is the name of its kind."""
-    own = ("time", "kind", "state", "bottleneck")
-    found = {"kind": line.get("bottleneck"), **{key: value for key, value in line.items() if key not in own}}
+    found = _objects(line.get("bottleneck"))
     which = json.dumps([found.get(key) for key in ("kind", "rank", "host", "axis")])
     run.found.pop(which, None)
-    if line.get("state") != "gone":
+    if found and line.get("state") != "gone":
         run.found[which] = found
 
 
@@ -274,6 +272,7 @@ def _rank(row: Json) -> Json:
         "coords": _coords(row.get("coords")),
         **{key: value if isinstance(value := row.get(key), str) else None for key in ("host", "device")},
         **{key: _number(row.get(key)) for key in _RANK_NUMBERS},
+        "memory_kinds": {key: size for key, size in _objects(row.get("memory_kinds")).items() if type(size) is int},
         "seconds": _parts(seconds) if isinstance(seconds, dict) else None,
     }
 

@@ -9,7 +9,10 @@ from monitoring.report import Report
 from parallel3d.cli.run_text import show_bytes
 from parallel3d.drawing.words import count, percent
 
-__all__ = ["facts", "milliseconds", "remedy", "show_bytes"]
+__all__ = ["WHOLE", "facts", "memory_kinds", "milliseconds", "remedy", "show_bytes"]
+
+WHOLE = "process"
+"""The kind of memory in which all others are contained."""
 
 
 def facts(report: Report) -> Iterator[tuple[str, str]]:
@@ -42,6 +45,13 @@ def remedy(bottleneck: Mapping[str, Any]) -> str:
     if isinstance(gain, float) and gain > 0:
         text += f" Saves about {percent(gain)} of the step."
     return text.strip()
+
+
+def memory_kinds(rank: Mapping[str, Any]) -> str:
+    """What a rank's memory is for, as far as that is known; what ranks share is divided in the whole only."""
+    kinds = ((kind, size) for kind, size in rank["memory_kinds"].items() if size and kind != WHOLE)
+    text = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in kinds)
+    return f" ({text})" if text else ""
 
 
 def milliseconds(seconds: float) -> str:

@@ -16,7 +16,7 @@ from parallel3d.drawing.svg import to_svg
 from parallel3d.drawing.words import count, percent, plain
 from parallel3d.finished_run import FinishedRun, rank_name
 from parallel3d.measured import compare
-from parallel3d.report_words import facts, milliseconds, remedy, show_bytes
+from parallel3d.report_words import WHOLE, facts, milliseconds, remedy, show_bytes
 from parallel3d.run_report_style import COLOURS, STYLE
 from runtime.errors import InvalidCall
 
@@ -36,6 +36,7 @@ def to_page(run: FinishedRun) -> str:
         _efficiency(report),
         f"<h2>Where the time went</h2>\n{_time(run, report)}",
         _ranks(report),
+        _memory(report),
         _statistics(report),
         _pipeline(run),
         _log(run),
@@ -159,22 +160,13 @@ def _bar(parts: TimeParts) -> str:
 def _ranks(report: Report) -> str:
     if not report.ranks:
         return ""
-    head = (
-        "",
-        "host",
-        "device",
-        "parameters",
-        "memory",
-        "bubble",
-        "straggler score",
-        "processor time",
-        "without a core",
-    )
-    rows = (tuple(map(safe, _rank(rank, report.memory_budget))) for rank in report.ranks)
+    times = ("straggler score", "processor time", "without a core")
+    head = ("", "host", "device", "parameters", "bubble", *times)
+    rows = (tuple(map(safe, _rank(rank))) for rank in report.ranks)
     return f'<h2>Ranks</h2>\n<div class="wide">{html_table(head, rows)}</div>'
 
 
-def _rank(rank: Mapping[str, Any], budget: int | None) -> Iterator[str]:
+def _rank(rank: Mapping[str, Any]) -> Iterator[str]:
     def shown(key: str, form: str, unit: str = "") -> str:
         value = rank[key]
         return format(value, form) + unit if type(value) in (int, float) else ""
@@ -183,13 +175,25 @@ def _rank(rank: Mapping[str, Any], budget: int | None) -> Iterator[str]:
     yield str(rank["host"] or "")
     yield str(rank["device"] or "")
     yield shown("parameters", ",")
-    used = rank["memory_bytes"]
-    share = f" ({percent(used / budget)} of its budget)" if budget and type(used) is int else ""
-    yield f"{show_bytes(used)}{share}" if type(used) is int else ""
     yield percent(rank["bubble"]) if type(rank["bubble"]) is float else ""
     yield shown("straggler_score", ".2f")
     yield shown("compute_cpu_seconds", ".2f", " s")
     yield shown("core_wait_seconds", ".2f", " s")
+
+
+def _memory(report: Report) -> str:
+    """The most of each rank, and what its memory is for."""
+    memory, budget = report.memory, report.memory_budget
+    told = [rank for rank in report.ranks if rank["rank"] in memory]
+    kinds = sorted({kind for rank in told for kind in rank["memory_kinds"]} - {WHOLE})
+    rows = []
+    for rank in told:
+        used, of_kinds = memory[rank["rank"]], rank["memory_kinds"]
+        share = (percent(used / budget),) if budget else ()
+        sizes = (show_bytes(of_kinds[kind]) if kind in of_kinds else "" for kind in kinds)
+        rows.append((safe(rank_name(rank)), show_bytes(used), *share, *sizes))
+    head = ("", "the most", *((f"of {show_bytes(budget)}",) if budget else ()), *map(safe, kinds))
+    return f'<h2>Memory</h2>\n<div class="wide">{html_table(head, rows)}</div>' if told else ""
 
 
 def _statistics(report: Report) -> str:

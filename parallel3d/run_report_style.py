@@ -35,7 +35,7 @@ h2 {{ font-size: 16px; margin-top: 32px; }}
 dt {{ color: var(--muted); }}
 dd {{ margin: 0; font-size: 17px; font-variant-numeric: tabular-nums; }}
 .charts {{ display: flex; flex-wrap: wrap; gap: 16px 24px; margin-top: 24px; }}
-.charts figure {{ margin: 0; flex: 1 1 420px; }}
+.charts figure {{ margin: 0; flex: 1 1 420px; max-width: 628px; }}
 .charts svg {{ width: 100%; height: auto; font: 11px {SANS}; }}
 figure {{ margin: 0; }}
 figcaption {{ font-weight: 600; }}

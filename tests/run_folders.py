@@ -45,8 +45,7 @@ def step_line(step: int) -> dict[str, Any]:
 
 
 def bottleneck_line(state: str, found: dict[str, Any]) -> dict[str, Any]:
-    own = {"time": STARTED + 5, "kind": "bottleneck", "bottleneck": found["kind"], "state": state}
-    return {**found, **own}
+    return {"time": STARTED + 5, "kind": "bottleneck", "state": state, "bottleneck": found}
 
 
 def events(num_steps: int = 5, *, ended: bool = True) -> list[dict[str, Any]]:
@@ -73,6 +72,7 @@ def rank_row(rank: int, counted: int) -> dict[str, Any]:
         "device": "cpu",
         "parameters": 1000 + rank,
         "memory_bytes": (rank + 1) << 20,
+        "memory_kinds": {"process": (rank + 1) << 20, "weights": 1 << 20, "optimizer": 0},
         "bubble": 0.1 + 0.1 * (rank % 2),
         "straggler_score": 1.0 if rank else 0.625,
         "seconds": parts_of(0.99 * SECONDS * counted),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from monitoring.report import AXES, EFFICIENCY_MEANINGS, Report, parts_of, remainder_share
-from monitoring.time_parts import PARTS, TimeParts
+from monitoring.time_parts import PARTS
 from parallel3d.drawing.words import count, percent
 from parallel3d.finished_run import rank_name
-from parallel3d.report_words import facts, milliseconds, remedy, show_bytes
+from parallel3d.report_words import facts, memory_kinds, milliseconds, remedy, show_bytes
 
 _WIDTH = 12
+_LEAST_SHARE = 0.0005  # what is shown as 0.0 % in every row has no column
 
 
 def report_text(report: Report) -> str:
@@ -59,7 +60,7 @@ def _efficiency(report: Report) -> Iterator[str]:
 
 
 def _times(report: Report) -> Iterator[str]:
-    """A row a rank, and a column a part; what is in no part, and how fast the rank is beside the best."""
+    """A row a rank and a column a part that took any time; what is in no part, and how fast the rank is."""
     if not report.parts.total:
         return
     rows = [
@@ -68,17 +69,15 @@ def _times(report: Report) -> Iterator[str]:
         if (parts := parts_of(rank)) is not None
     ]
     rows += [("all ranks", report.parts, report.remainder, None)] if len(rows) != 1 else []
+    shown = [part for part in PARTS if any(parts.shares()[part] >= _LEAST_SHARE for _, parts, _, _ in rows)]
     title = "where the time went"
     width = max(len(title), *(len(row[0]) for row in rows))
-    yield f"{title:<{width}}" + "".join(f"{name:>11}" for name in (*PARTS, "remainder", "score"))
+    yield f"{title:<{width}}" + "".join(f"{name:>11}" for name in (*shown, "remainder", "score"))
     for name, parts, remainder, score in rows:
-        yield f"{name:<{width}}" + "".join(f"{cell:>11}" for cell in _cells(parts, remainder, score))
-
-
-def _cells(parts: TimeParts, remainder: float | None, score: float | None) -> list[str]:
-    shares = [percent(parts.shares()[part]) for part in PARTS]
-    rest = remainder_share(parts, remainder)
-    return [*shares, "" if rest is None else percent(rest), "" if score is None else f"{score:.2f}"]
+        cells = [percent(parts.shares()[part]) for part in shown]
+        rest = remainder_share(parts, remainder)
+        cells += ["" if rest is None else percent(rest), "" if score is None else f"{score:.2f}"]
+        yield (f"{name:<{width}}" + "".join(f"{cell:>11}" for cell in cells)).rstrip()
 
 
 def _memory(report: Report) -> Iterator[str]:
@@ -86,7 +85,7 @@ def _memory(report: Report) -> Iterator[str]:
     for rank in report.ranks:
         if (used := memory.get(rank["rank"])) is not None:
             share = f"  {percent(used / budget)} of {show_bytes(budget)}" if budget else ""
-            yield f"{rank_name(rank)}  {show_bytes(used):>10}{share}"
+            yield f"{rank_name(rank)}  {show_bytes(used):>10}{share}{memory_kinds(rank)}"
     if len(memory) > 1:
         yield f"all ranks  {show_bytes(sum(memory.values()))}"
 

@@ -87,7 +87,8 @@ def test_stderr_has_them_as_json_where_it_is_no_terminal(runs):
 
 def test_the_run_logs_its_own_beginning_and_end(runs):
     said = [line["event"] for line in load_run(runs / "one")["log"] if "rank" not in line]
-    assert (said[0], said[-1]) == ("the run started", "the run ended")
+    assert said[0] == "the run started"
+    assert "the run ended" in said
 
 
 def test_the_report_says_what_metrics_say(runs):

@@ -21,7 +21,7 @@ from parallel3d.drawing.charts import line_chart, nice_ticks, stacked_chart
 from parallel3d.finished_run import read_run
 from parallel3d.run_report import to_page
 from parallel3d.run_report_style import COLOURS
-from tests.run_folders import BOTTLENECK, RUN_ID, SHARES, kill, metrics, write_events, write_run
+from tests.run_folders import BOTTLENECK, RUN_ID, SHARES, events, kill, metrics, write_events, write_run
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -120,6 +120,7 @@ def test_the_page_shows_the_run(tmp_path):
         "bubble 0.2, microbatches 2",
         "node-7",
         "0.62",  # the straggler's score
+        "the most of 1.00 GiB optimizer weights rank 0 (dp=0 tp=0 pp=0) 1 MiB 0.1 % 0 MiB 1 MiB",
         "step 4: 1f1b",
         "bubble planned",
         "warning disk is slow rank=1",
@@ -163,7 +164,11 @@ def test_a_run_without_a_step(tmp_path):
     write_events(tmp_path, [])
     text = text_of(page_of(tmp_path))
     assert "No step was made." in text
-    assert "Bottlenecks None was found." in text
+    assert "Bottlenecks" not in text, "nobody could look for one"
+
+
+def test_a_run_that_nothing_held_up(tmp_path):
+    assert "Bottlenecks None was found." in text_of(page_of(write_run(tmp_path, bottlenecks=[])))
 
 
 def test_a_killed_runs_page(tmp_path):
@@ -253,7 +258,7 @@ def test_the_report_in_words(report, here):
         "  all-reduce  2.00 GB/s",
         "  dp    92.0 %  of the time is left when gradients are reduced",
         "  pp    85.0 %  of the pipeline's time is no bubble",
-        "  rank 3 (dp=1 tp=0 pp=1)       4 MiB  0.4 % of 1.00 GiB",
+        "  rank 3 (dp=1 tp=0 pp=1)       4 MiB  0.4 % of 1.00 GiB (weights 1 MiB)",
         "  high: too_few_microbatches: The pipeline idles for 20 % of its time with 2 microbatches.",
         "      Cut the batch into more microbatches. [pipeline.microbatches: 8] Saves about 12.5 % of the step.",
         "  a step      mean 500.0 ms, median 500.0 ms, p95 500.0 ms, p99 500.0 ms",
@@ -261,7 +266,7 @@ def test_the_report_in_words(report, here):
     ):
         assert line in lines, line
     head, first, *_, last = [line for line in lines if line.startswith(("where", "rank", "all"))]
-    assert head.split()[4:] == [*PARTS, "remainder", "score"]
+    assert head.split()[4:] == [*(part for part in PARTS if part != "checkpoint"), "remainder", "score"]
     assert first.split()[5:7] + first.split()[-3:] == ["50.0", "%", "1.0", "%", "0.62"]
     assert last.startswith("all ranks ")
 
@@ -295,6 +300,11 @@ def test_a_killed_run_is_told_of(report, here):
 def test_bottlenecks_that_nobody_looked_for_are_not_told_as_none(report, here):
     write_run(here / "run", bottlenecks=[])
     assert "none was found" in report("run").stdout
+    unwatched = [rank | {"seconds": NO_TIME.to_json()} for rank in metrics()["ranks"]]
+    write_run(here / "run", bottlenecks=[], ranks=unwatched)
+    write_events(here / "run", [line for line in events() if line["kind"] != "parts"])
+    assert "none was found" not in report("run").stdout
+    assert "where the time went" not in report("run").stdout
     kill(here / "run")
     write_events(here / "run", [])
     assert "none was found" not in report("run").stdout

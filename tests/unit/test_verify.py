@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from monitoring.verify import Metrics, Outcome, Thresholds, notes, verify
 from parallel3d.cli.main import main
+from tests.processes import ROOT
 
 ONE = {
     "world_size": 1,
@@ -242,6 +243,15 @@ def test_all_accept(run_verify):
         "accepted\n",
         "",
     )
+
+
+def test_the_documentations_example_is_real(run_verify, here):
+    rates = {"allreduce_bandwidth_gbps": [3.25, *[4.0] * 59]}
+    (here / "one.json").write_text(json.dumps(ONE | {"tokens_per_sec": 8000, "final_loss": 2.5}))
+    (here / "many.json").write_text(
+        json.dumps(FOUR | {"tokens_per_sec": 26000, "final_loss": 2.501, "ddp_metrics": rates})
+    )
+    assert f"```\n{run_verify().stdout}```" in (ROOT / "docs" / "reports.md").read_text()
 
 
 def test_all_gates_are_shown_when_one_rejects(run_verify):
