@@ -141,6 +141,7 @@ def _rank(observer: Observer, rank: int) -> Json:
         "device": facts.device,
         "parameters": facts.parameters,
         "memory_bytes": observer.peak_memory.get(rank),
+        "memory_kinds": observer.memory.get(rank, {}),
         "bubble": counted.bubble if counted is not None else None,
         "straggler_score": observer.scores.get(rank),
         "seconds": counted.parts.to_json() if counted is not None else None,

@@ -121,6 +121,7 @@ class SyntheticRun:
             "device": "cpu",
             "parameters": 3_178_496,
             "memory_bytes": 412_876_800 + 21_000_000 * (self.mesh["pp"] - pp),
+            "memory_kinds": {"weights": 12_713_984, "gradients": 12_713_984, "optimizer": 25_427_968},
             "bubble": parts["bubble"] / seconds if seconds else 0.0,
             "straggler_score": None if len(self.steps) < 3 else 0.52 if is_slow else 1.0 - 0.013 * (rank * 7 % 9),
             "seconds": parts,

@@ -144,6 +144,7 @@ export class MeshGrid {
       ...largest.map((name) => [name, percent(parts[name] / total)]),
       ["bubble of pipeline", percent(rank.bubble)],
       ["memory", bytes(rank.memory_bytes)],
+      ...Object.entries(rank.memory_kinds ?? {}).filter(([kind]) => kind !== "process").map(([kind, size]) => [`· ${kind}`, bytes(size)]),
       ["parameters", count(rank.parameters)],
       ["processor time", seconds(rank.compute_cpu_seconds)],
       ["waited for a core", seconds(rank.core_wait_seconds)],
