@@ -59,7 +59,7 @@ def is_dead(hosts: Hosts, received_then: list[int]) -> bool:
     return all(hosts.bytes_received(host) < received_then[host] + UNDER_WAY for host in range(2))
 
 
-@pytest.mark.parametrize("breaking", [Hosts.cut, Hosts.unplug])
+@pytest.mark.parametrize("breaking", [Hosts.cut, pytest.param(Hosts.unplug, marks=pytest.mark.exhaustive)])
 def test_a_link_breaks_in_mid_call(two_hosts, breaking):
     two_hosts.limit(RATE)
     with Ranks(reduce_and_leave, two_hosts.variables(RANKS_PER_HOST)) as ranks:

@@ -34,7 +34,15 @@ def started(folder: Path, given: dict[str, Any]) -> Run:
 
 
 SLOW, FIRST, SECONDS = 1, 10, 0.08
-MESHES = pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}, {"pp": 2}], ids=["dp2", "tp2", "pp2"])
+MESHES = pytest.mark.parametrize(
+    "mesh",
+    [
+        {"dp": 2},
+        pytest.param({"tp": 2}, marks=pytest.mark.exhaustive),
+        pytest.param({"pp": 2}, marks=pytest.mark.exhaustive),
+    ],
+    ids=["dp2", "tp2", "pp2"],
+)
 
 
 def held(pids: Path, mesh: dict[str, int], steps: int, seconds: float = 0.0) -> dict[str, Any]:

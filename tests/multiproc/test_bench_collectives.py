@@ -141,6 +141,7 @@ def check_means(run: dict) -> None:
                 assert mean == pytest.approx(statistics.geometric_mean(values))
 
 
+@pytest.mark.exhaustive
 def test_the_table_is_on_stdout_and_missing_mpi_is_told_once(short_tmp):
     """Three ranks, where bus bandwidth is not algorithm bandwidth; one of them has no part in the sends."""
     path = without_mpirun(short_tmp)
@@ -159,6 +160,7 @@ def test_the_table_is_on_stdout_and_missing_mpi_is_told_once(short_tmp):
     assert [line.split()[-1] for line in lines[sends + 1 :]][-1] == "1.00"
 
 
+@pytest.mark.exhaustive
 def test_each_number_of_ranks_is_shown_when_it_is_done(short_tmp):
     with Bench(short_tmp, "-n", "2,3", "--sizes", "4", "--rounds", "1", "--quick") as bench:
         bench.stdout.wait_for("^send one way, rank 0 to rank 1 of 2", SECONDS)
@@ -170,6 +172,7 @@ def test_each_number_of_ranks_is_shown_when_it_is_done(short_tmp):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="without mpi4py it is not even tried")
+@pytest.mark.exhaustive
 def test_an_mpi_that_does_not_work_is_left_out_with_its_own_words(short_tmp):
     folder = short_tmp / "bin"
     folder.mkdir()
@@ -215,7 +218,14 @@ def test_a_plot_without_matplotlib_is_refused_before_measuring(tmp_path, short_t
     assert run(short_tmp, "--plot", "bench.png", cwd=tmp_path, PYTHONPATH=path) == (2, "", expected)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.exhaustive),
+        pytest.param(signal.SIGHUP, 143, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_signal_ends_it_and_nothing_stays(short_tmp, number, code):
     with LongBench(short_tmp) as bench:
         bench.send(number)
@@ -231,6 +241,7 @@ def test_killed_it_takes_its_processes_along(short_tmp):
         bench.wait_until_nothing_is_left()
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_dies_ends_it_with_the_reason(short_tmp):
     with LongBench(short_tmp) as bench:
         fork_server = next(pid for pid in children(bench.process.pid) if len(children(pid)) == 2)

@@ -106,13 +106,21 @@ def test_data_that_comes_late(folder):
     assert one["gain"] > 0.5
 
 
-@pytest.mark.parametrize("mesh", [["parallel.dp=2"], ["parallel.pp=2", "pipeline.microbatches=4"]], ids=["dp", "pp"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        ["parallel.dp=2"],
+        pytest.param(["parallel.pp=2", "pipeline.microbatches=4"], marks=pytest.mark.exhaustive),
+    ],
+    ids=["dp", "pp"],
+)
 def test_a_rank_that_sleeps_in_its_forward(folder, mesh):
     one = only(folder, *mesh, "model.args.trouble=sleeps", "data.factory=own:short_data")
     assert (one["kind"], one["rank"]) == ("straggler", 1)
     assert one["gain"] > 0.1
 
 
+@pytest.mark.exhaustive
 def test_stages_that_differ(folder):
     one = only(
         folder, "parallel.pp=2", "model.args.layers=8", "pipeline.layers_per_stage=[1, 7]", "pipeline.microbatches=8"
@@ -137,26 +145,31 @@ def test_tiny_buckets(folder):
     assert (one["kind"], one["axis"], one["key"]) == ("small_buckets", "dp", "comm.bucket_size")
 
 
+@pytest.mark.exhaustive
 def test_a_small_budget(folder):
     one = only(folder, "parallel.dp=2", "memory.budget=64 MiB")
     assert (one["kind"], one["key"]) == ("memory_pressure", "pipeline.microbatches")
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_keeps_much(folder):
     one = only(folder, "parallel.dp=2", "memory.budget=1 GiB", "model.args.trouble=keeps")
     assert (one["kind"], one["rank"]) == ("memory_imbalance", 1)
 
 
+@pytest.mark.exhaustive
 def test_an_event_loop_that_is_held_up(folder):
     one = only(folder, "parallel.dp=2", "model.args.trouble=holds the lock")
     assert one["kind"] == "event_loop_lag"
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_on_one_core(folder):
     one = only(folder, "parallel.dp=2", cores={min(os.sched_getaffinity(0))})
     assert (one["kind"], one["key"], one["value"]) == ("oversubscribed_cores", "parallel.dp", "1")
 
 
+@pytest.mark.exhaustive
 def test_layers_too_small_to_be_shared(folder):
     (folder / "run.yaml").write_text(GPT)
     one = only(folder, "parallel.tp=2")

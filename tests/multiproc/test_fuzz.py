@@ -211,7 +211,10 @@ def run(backend: str, size: int, num: int, largest: int, transport: str) -> None
             raise
 
 
-@pytest.mark.parametrize(("size", "num"), [(2, 300), (3, 250), (5, 150)])
+@pytest.mark.parametrize(
+    ("size", "num"),
+    [(2, 300), pytest.param(3, 250, marks=pytest.mark.exhaustive), pytest.param(5, 150, marks=pytest.mark.exhaustive)],
+)
 def test_random_calls_in_shared_memory(size, num):
     run("auto", size, num, 3 << 20, "shared-memory")
 

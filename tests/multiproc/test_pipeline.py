@@ -13,7 +13,16 @@ RANK = str(Path(__file__).with_name("pipeline_rank.py"))
 APART = {"APART": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-@pytest.mark.parametrize(("size", "variables"), [(2, {}), (4, {}), (8, {}), (2, APART)], ids=["2", "4", "8", "apart"])
+@pytest.mark.parametrize(
+    ("size", "variables"),
+    [
+        (2, {}),
+        (4, {}),
+        pytest.param(8, {}, marks=pytest.mark.exhaustive),
+        pytest.param(2, APART, marks=pytest.mark.exhaustive),
+    ],
+    ids=["2", "4", "8", "apart"],
+)
 def test_every_schedule_gives_what_one_process_does(size, variables):
     with Launched("-n", str(size), RANK, preload=None, **variables) as launched:
         assert (launched.finish(seconds=120), launched.stdout.text, launched.stderr.text) == (0, "", "")

@@ -62,6 +62,7 @@ def test_torchrun(tmp_path, script):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_torchrun_starts_ranks_again(tmp_path):
     """Its store outlives the first attempt: what that left there must not confuse the second."""
     script = tmp_path / "script.py"
@@ -92,6 +93,7 @@ def run_tasks(script: str, folder: Path, variables: list[dict[str, str]]) -> lis
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_slurm_on_one_node(tmp_path, script):
     """The tasks meet in a private file, which is gone afterwards with its folder."""
     temporary = tmp_path / "temporary"

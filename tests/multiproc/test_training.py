@@ -29,5 +29,6 @@ def test_every_mesh_gives_what_one_process_does(size, precision):
     train(size, precision)
 
 
+@pytest.mark.exhaustive
 def test_a_users_own_model_and_one_of_hugging_face_give_what_one_process_does():
     train(4, "other models")

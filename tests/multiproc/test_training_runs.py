@@ -185,7 +185,11 @@ def test_what_fails_after_the_start_is_told_by_its_rank(folder, trouble, error):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variables", [torch_variables(2), slurm_variables(2)], ids=["torchrun", "slurm"])
+@pytest.mark.parametrize(
+    "variables",
+    [torch_variables(2), pytest.param(slurm_variables(2), marks=pytest.mark.exhaustive)],
+    ids=["torchrun", "slurm"],
+)
 def test_under_a_starter_of_ranks_rank_0_writes_the_folder(folder, variables):
     with ExitStack() as stack:
         ranks = [
@@ -269,7 +273,9 @@ def test_under_a_starter_each_host_tells_what_it_lacks(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dp", "tp", "pp", "llama", "mesh-2x2x2"])
+@pytest.mark.parametrize(
+    "name", ["mesh-2x2x2", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("dp", "tp", "pp", "llama"))]
+)
 def test_configurations_run(tmp_path, name):
     file = ROOT / "configs" / f"{name}.yaml"
     with run(tmp_path, str(file), "--set", "train.steps=2") as started:

