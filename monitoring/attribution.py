@@ -24,11 +24,13 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import chain
 
 from monitoring.collectives import KINDS as OPS
-from monitoring.events import Axis, Event
+from monitoring.events import SENDS, Axis, Event
 from monitoring.facts import Place, RankFacts
 from monitoring.observations import AxisTraffic, RankStep, StageSeconds, StepTimes
 from monitoring.rank_times import Message, RankTimes, Span
 from monitoring.time_parts import PARTS, TimeParts, mean_of
+
+_BETWEEN_STAGES = OPS.index("send"), int(Axis.PP)
 
 
 def attribute(events: Mapping[int, Sequence[Event]], ranks: Mapping[int, RankFacts]) -> StepTimes:
@@ -50,7 +52,7 @@ def attribute(events: Mapping[int, Sequence[Event]], ranks: Mapping[int, RankFac
         seconds=sum(each.seconds for each in found) / len(found),
         ranks=found,
         parts=mean_of([each.parts for each in found]),
-        traffic=_traffic(chain.from_iterable(each.collectives for each in everyone)),
+        traffic=_traffic(chain.from_iterable(each.calls for each in everyone)),
     )
 
 
@@ -161,11 +163,12 @@ def _result(times: RankTimes, pipeline: float) -> RankStep:
     )
 
 
-def _traffic(collectives: Iterable[Event]) -> tuple[AxisTraffic, ...]:
+def _traffic(calls: Iterable[Event]) -> tuple[AxisTraffic, ...]:
     sums: dict[tuple[int, int], list[float]] = {}
-    for event in collectives:
-        row = sums.setdefault((event.op, event.axis), [0, 0, 0.0])
+    for event in calls:
+        is_send = event.what in SENDS
+        row = sums.setdefault(_BETWEEN_STAGES if is_send else (event.op, event.axis), [0, 0, 0.0])
         row[0] += event.calls
         row[1] += event.num_bytes
-        row[2] += event.waited
+        row[2] += event.seconds if is_send else event.waited
     return tuple(AxisTraffic(OPS[op], Axis(axis).label, *row) for (op, axis), row in sorted(sums.items()))

@@ -87,7 +87,7 @@ class Event(NamedTuple):
     strategy: int = 0
     """Of a COLLECTIVE: its place in `STRATEGIES`."""
     calls: int = 1
-    """Of a COLLECTIVE: calls."""
+    """Of a COLLECTIVE: calls. Of a send: 0 where its message is told as a COLLECTIVE too."""
 
     @property
     def seconds(self) -> float:

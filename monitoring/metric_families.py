@@ -55,7 +55,11 @@ RUN_FAMILIES = {
         "gauge", "1 where this is a bottleneck now; else 0, with the severity that it had last.", ("kind", "severity")
     ),
     # Between ranks.
-    "collective_bytes_total": Family("counter", "Bytes of calls between ranks, all ranks together.", ("op", "axis")),
+    "collective_bytes_total": Family(
+        "counter",
+        "Bytes of calls between ranks, all ranks together; messages between stages are a send on pp.",
+        ("op", "axis"),
+    ),
     "collective_duration_seconds": Family("histogram", "From call to end, of each rank's calls.", ("op", "axis")),
     "collective_bus_bandwidth_bytes_per_second": Family(
         "gauge", "Of the latest calls, as nccl-tests defines it.", ("op", "axis", "strategy")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from monitoring.events import Event, What
+from monitoring.events import SENDS, Event, What
 from monitoring.facts import RankFacts
 from monitoring.time_parts import PARTS
 
@@ -55,7 +55,8 @@ class RankTimes:
     meet: list[Span] = field(default_factory=list)
     actions: Span | None = None
     """From the first one's start to the last one's end."""
-    collectives: list[Event] = field(default_factory=list)
+    calls: list[Event] = field(default_factory=list)
+    """That moved bytes: collectives, and messages to other stages."""
 
     @staticmethod
     def of(facts: RankFacts, events: Sequence[Event]) -> RankTimes:
@@ -75,7 +76,7 @@ class RankTimes:
         for event in sorted(events, key=_BY_START):
             what, _, start, end, stage, microbatch, cpu, waited, _, _, _, _, _ = event
             if what == _COLLECTIVE:
-                self.collectives.append(event)
+                self.calls.append(event)
                 continue
             if what == _STEP:
                 continue
@@ -109,6 +110,8 @@ class RankTimes:
                     wall, used, cpu_time = wall + worked, used + worked, cpu_time + worked
                     stages.setdefault(stage, [0.0, 0.0, 0.0])[_COLUMNS[What.W]] += worked
             else:
+                if what in SENDS and event.calls:
+                    self.calls.append(event)
                 self._note(what, start, end, stage, microbatch)
         self.compute_wall, self.compute_cpu, self.core_wait = wall, cpu_time, wall - used
         self.parts["compute"] += used
@@ -118,7 +121,7 @@ class RankTimes:
     def _note(self, what: What, start: float, end: float, stage: int, microbatch: int) -> None:
         if what in _PART_OF:
             self.parts[_PART_OF[what]] += end - start
-            if what in (What.SEND_F, What.SEND_B):
+            if what in SENDS:
                 self.sends[what, stage, microbatch] = start
         elif what == What.REDUCE:
             self.reduce.append((start, end))

@@ -1,4 +1,5 @@
-"""What the ranks' collectives moved, by op and axis of the mesh: calls, bytes, how long they took, and how fast."""
+"""What ranks moved, by op and axis of the mesh: calls, bytes, how long they took, and how fast. Messages between stages
+are `send` on the axis pp."""
 
 from __future__ import annotations
 
@@ -9,15 +10,17 @@ from statistics import fmean
 
 from monitoring.collectives import KINDS as OPS
 from monitoring.collectives import CollectiveTotal, Key, bus_factor
-from monitoring.events import STRATEGIES, Axis, Event, What
+from monitoring.events import SENDS, STRATEGIES, Axis, Event, What
 
 BOUNDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, float("inf"))
 """Seconds of a call: from a small exchange in shared memory to a large one between hosts."""
 _AXES = tuple(axis.label for axis in Axis)
 _COLLECTIVE = int(What.COLLECTIVE)
+_SENDS = frozenset(map(int, SENDS))
 
 Where = tuple[str, str]
 """Op and axis."""
+_BETWEEN_STAGES: Where = ("send", Axis.PP.label)
 
 
 @dataclass(slots=True)
@@ -71,9 +74,14 @@ class Traffic:
         self._by_mesh: dict[tuple[int, int], Mapping[Key, CollectiveTotal]] = {}
 
     def take_events(self, rank: int, events: Iterable[Event]) -> None:
+        own = self._events.setdefault(rank, _RankTraffic())
         moved: dict[tuple[str, str, str], list[float]] = {}
-        for event in [each for each in events if each[0] == _COLLECTIVE]:
-            own = self._events.setdefault(rank, _RankTraffic())
+        for event in events:
+            what = event[0]
+            if what in _SENDS:  # ends with the handing over, which says nothing of how fast the message travels
+                own.add(_BETWEEN_STAGES, event.calls, event.num_bytes, event.end - event.start)
+            if what != _COLLECTIVE:
+                continue
             op, axis = OPS[event.op], _AXES[event.axis]
             own.add((op, axis), event.calls, event.num_bytes, event.waited)
             sums = moved.setdefault((op, axis, STRATEGIES[event.strategy]), [0.0, 0.0])
@@ -81,7 +89,7 @@ class Traffic:
             sums[1] += event.waited
         for key, (num_bytes, seconds) in moved.items():
             if num_bytes > 0 and seconds > 0:
-                self._events[rank].bandwidths[key] = num_bytes / seconds
+                own.bandwidths[key] = num_bytes / seconds
 
     def take_totals(self, rank: int, mesh: int, totals: Mapping[Key, CollectiveTotal]) -> None:
         """A rank's since this mesh of it began; its other meshes, ended or not, are added."""

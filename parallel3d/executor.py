@@ -111,13 +111,15 @@ class Executor:
                 f"{sorted(stages)} are given."
             )
         self.stages, self._column = dict(stages), self.table.columns[me]
-        self._events = [_what_and_where(action) for action in self._column]
         self._incoming = {
             rank: self._received_from(column, me) for rank, column in enumerate(self.table.columns) if rank != me
         }
         """From each peer, what its messages are, in order."""
         peers = [rank for rank in self._incoming if self._incoming[rank] or self._received_from(self._column, rank)]
         self._pipes: dict[int, Pipe] = {rank: mesh.pp.pipe(rank) for rank in peers}
+        self._events = [_what_and_where(action) for action in self._column]
+        self._calls = 0 if any(pipe.is_told_by_group for pipe in self._pipes.values()) else 1
+        """Of each action's event."""
         kinds = [action.kind for action in self._column]
         self._num_forward = next((at for at, kind in enumerate(kinds) if kind in _OF_BACKWARDS), len(kinds))
         """Actions up to the first backward."""
@@ -282,8 +284,10 @@ class Begun:
                 start, waited, cpu = now, waits, used
 
     def _record(self, recorder: Recorder, at: int, start: float, end: float, cpu: float, waited: float) -> None:
-        what, stage, microbatch = self._executor._events[at]
-        recorder.record(what, recorder.step, start, end, stage, microbatch, cpu, waited, self._num_bytes)
+        (what, stage, microbatch), calls = self._executor._events[at], self._executor._calls
+        recorder.record(
+            what, recorder.step, start, end, stage, microbatch, cpu, waited, self._num_bytes, 0, 0, 0, calls
+        )
 
     def _push_all(self) -> None:
         """Until everything is on its way."""

@@ -46,6 +46,9 @@ Idle = Callable[[], bool]
 class Pipe(Protocol):
     """To and from one peer; for one thread at a time."""
 
+    is_told_by_group: bool
+    """Whether its messages are calls of its group, which notes them itself."""
+
     def expect(self, num_messages: int) -> None:
         """Before a step: so many messages will be received."""
 
@@ -131,6 +134,8 @@ class SharedPipe:
     After a stage's own work caches are cold and each line of Python counts, so all that messages have in common is
     kept from one to the next.
     """
+
+    is_told_by_group = False
 
     def __init__(
         self,
@@ -253,6 +258,8 @@ def _header(arena: Mapping, start: int) -> memoryview:
 
 class CallPipe:
     """Through a group's sends and receives, which its event loop makes; where no memory is shared."""
+
+    is_told_by_group = True
 
     def __init__(self, group: Group, peer: int, loop: asyncio.AbstractEventLoop) -> None:
         self._group, self._peer, self._loop = group, peer, loop

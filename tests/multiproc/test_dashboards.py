@@ -138,7 +138,7 @@ def test_the_grid_is_the_mesh(prometheus, address):
 
 def test_every_axis_and_every_kind_of_bottleneck_is_told(prometheus, address):
     axes = by("axis", prometheus.wait_for_data(resolved(SHOWN["mesh: Bytes by axis A"], address)))
-    assert {"dp", "tp"} <= axes.keys()
+    assert {"dp", "tp", "pp"} <= axes.keys()
     stages = by("pp_rank", prometheus.wait_for_data(resolved(SHOWN["mesh: Bubble by stage A"], address)))
     assert stages.keys() == {"0", "1"}
     kinds = by("kind", prometheus.wait_for_data(resolved(SHOWN["run: Bottlenecks A"], address)))

@@ -75,6 +75,12 @@ def test_what_overlaps_computing_is_in_no_part():
     assert times.traffic == (AxisTraffic("all_reduce", "dp", 2, 2 << 20, pytest.approx(0.046)),)
 
 
+def test_messages_between_stages_are_traffic_unless_their_group_tells_of_them():
+    for calls, traffic in ((1, (AxisTraffic("send", "pp", 1, 80, pytest.approx(0.001)),)), (0, ())):
+        told = Told().add(F, 0.010, 0, 0).add(SEND_F, 0.001, 0, 0, num_bytes=80, calls=calls)
+        assert attribute({0: told.done()}, mesh_of()).traffic == traffic
+
+
 def test_tensor_parallel_waits():
     """In the forward rank 1 comes last, in the backward rank 0: the other one waits for it."""
     a = Told().add(F, 0.010, 0, 0, waited=0.004).add(B, 0.020, 0, 0, waited=0.001)

@@ -296,6 +296,17 @@ def test_traffic_of_totals_counts_where_no_events_come():
     assert {where: each.calls for where, each in traffic.totals().items()} == {("all_reduce", "dp"): 1}
 
 
+def test_messages_between_stages_are_sends_on_pp_unless_their_group_tells_of_them():
+    traffic = Traffic(SIZES)
+    told = Told().add(What.SEND_F, 0.002, 0, 0, num_bytes=1000).add(What.SEND_B, 0.002, 1, 0, num_bytes=500)
+    told.add(What.RECV_F, 0.1, 1, 0, num_bytes=1000).add(What.SEND_F, 0.002, 0, 1, num_bytes=1000, calls=0)
+    traffic.take_events(0, told.done())
+    ((where, total),) = traffic.totals().items()
+    assert where == ("send", "pp")
+    assert (total.calls, total.num_bytes, total.seconds) == (2, 1500, pytest.approx(0.004))
+    assert traffic.bandwidths() == {}, "a send ends when the message is handed over, not when it has arrived"
+
+
 def test_calls_that_never_were_add_nothing():
     totals = CallTotals()
     totals.add(0, 10, 1.0)

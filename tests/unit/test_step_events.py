@@ -99,6 +99,16 @@ async def test_messages_have_their_bytes_and_computing_its_processor_time():
     assert sent[What.SEND_B] == received[What.RECV_B] == sent[What.SEND_F]
 
 
+async def test_a_message_that_its_group_tells_of_is_no_second_call():
+    """As between hosts: without shared memory, pipes are made of the group's sends and receives."""
+    for events, _ in await on_mesh(settings(1, 1, 2)):
+        sends = [event for event in events if event.what in SENDS]
+        told = [event for event in events if event.what == What.COLLECTIVE and OPS[event.op] == "send"]
+        assert {event.axis for event in told} == {Axis.PP}
+        assert sum(event.num_bytes for event in told) >= sum(event.num_bytes for event in sends) > 0
+        assert {event.calls for event in sends} == {0}
+
+
 async def test_weight_gradients_that_are_computed_while_nothing_comes_are_told_with_the_receive():
     found = await on_mesh(settings(1, 1, 2, "zero-bubble"))
     for events, _ in found:
