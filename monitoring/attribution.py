@@ -10,11 +10,13 @@ A rank alone can only say that it waited. What for follows from the other ranks'
 | … computing   | its end: weight parts, while nothing comes     | `compute`   |             |
 | SEND          | its end                                        | `pp_comm`   |             |
 | REDUCE        | the last replica arrives                       | `straggler` | `dp_comm`   |
+| … along TP    | the last tensor-parallel peer arrives          | `straggler` | `tp_comm`   |
+| … along PP    | the last stage that shares a weight arrives    | waiting     | `pp_comm`   |
 | MEET          | the last rank arrives                          | waiting     | `optimizer` |
 
 Waiting for other stages is `bubble`; but as much of it as a rank of the pipeline computes longer than the fastest rank
 with the same work is `straggler`. Without a pipeline, all waiting in MEET is. Reductions that overlap computing are in
-no part: only REDUCE, which follows a rank's last action, is exposed.
+no part: only REDUCE, which follows a rank's last action, is exposed. With a single replica it is a hand-over: `other`.
 """
 
 from __future__ import annotations
@@ -41,10 +43,13 @@ def attribute(events: Mapping[int, Sequence[Event]], ranks: Mapping[int, RankFac
     everyone = [RankTimes.of(ranks[rank], events[rank]) for rank in sorted(events)]
     for peers in _grouped(everyone, lambda place: (place.dp, place.pp)):
         _share_tensor_waits(peers)
+        _share_reduction(peers, Axis.TP, "tp_comm")
     for replicas in _grouped(everyone, lambda place: (place.tp, place.pp)):
-        _share_reduction(replicas)
-    waiting = _waiting(everyone)
-    _share_waiting(everyone, waiting)
+        _share_reduction(replicas, Axis.DP, "dp_comm" if len(replicas) > 1 else "other")
+    for pipeline in _grouped(everyone, lambda place: (place.dp, place.tp)):
+        _share_reduction(pipeline, Axis.PP, "pp_comm")
+    _find_waiting(everyone)
+    _share_waiting(everyone)
     lengths = _pipeline_lengths(everyone)
     found = tuple(_result(times, length) for times, length in zip(everyone, lengths, strict=True))
     return StepTimes(
@@ -75,14 +80,17 @@ def _share_tensor_waits(peers: Sequence[RankTimes]) -> None:
         each.parts["straggler"] += sum(each.waits) - exchange
 
 
-def _share_reduction(replicas: Sequence[RankTimes]) -> None:
-    for number in range(max(len(each.reduce) for each in replicas)):
-        there = [each for each in replicas if len(each.reduce) > number]
-        last = max(each.reduce[number][0] for each in there)
+def _share_reduction(peers: Sequence[RankTimes], axis: Axis, part: str) -> None:
+    for number in range(max(len(each.reduce[axis]) for each in peers)):
+        there = [each for each in peers if len(each.reduce[axis]) > number]
+        last = max(each.reduce[axis][number][0] for each in there)
         for each in there:
-            early, rest = _split(each.reduce[number], last)
-            each.parts["straggler"] += early
-            each.parts["dp_comm"] += rest
+            early, rest = _split(each.reduce[axis][number], last)
+            each.parts[part] += rest
+            if axis == Axis.PP:
+                each.waiting += early
+            else:
+                each.parts["straggler"] += early
 
 
 def _split(span: Span, moment: float) -> Span:
@@ -92,31 +100,30 @@ def _split(span: Span, moment: float) -> Span:
     return before, end - start - before
 
 
-def _waiting(everyone: Sequence[RankTimes]) -> list[float]:
+def _find_waiting(everyone: Sequence[RankTimes]) -> None:
     """Each rank's for others: in receives until the message is sent, in MEET until the last rank comes."""
     sends: dict[tuple[int, int, Message], float] = {}
     for each in everyone:
         place = each.facts.place
         sends |= {(place.dp, place.tp, message): start for message, start in each.sends.items()}
     arrival = max((start for each in everyone for start, _ in each.meet), default=0.0)
-    return [_waiting_of(each, sends, arrival) for each in everyone]
+    for each in everyone:
+        _find_waiting_of(each, sends, arrival)
 
 
-def _waiting_of(each: RankTimes, sends: Mapping[tuple[int, int, Message], float], arrival: float) -> float:
-    waited, place = 0.0, each.facts.place
+def _find_waiting_of(each: RankTimes, sends: Mapping[tuple[int, int, Message], float], arrival: float) -> None:
+    place = each.facts.place
     for message, span, worked in each.receives:
         early, rest = _split(span, sends.get((place.dp, place.tp, message), span[1]))
-        waited += max(0.0, early - worked)
+        each.waiting += max(0.0, early - worked)
         each.parts["pp_comm"] += min(rest, rest + early - worked)
     for span in each.meet:
         early, rest = _split(span, arrival)
-        waited += early
+        each.waiting += early
         each.parts["optimizer"] += rest
-    return waited
 
 
-def _share_waiting(everyone: Sequence[RankTimes], waiting: Sequence[float]) -> None:
-    waited = {each.facts.rank: seconds for each, seconds in zip(everyone, waiting, strict=True)}
+def _share_waiting(everyone: Sequence[RankTimes]) -> None:
     is_pipeline = any(each.facts.place.pp for each in everyone)
     late = _lateness(everyone)
     for pipeline in _grouped(everyone, lambda place: (place.dp, place.tp)):
@@ -124,9 +131,9 @@ def _share_waiting(everyone: Sequence[RankTimes], waiting: Sequence[float]) -> N
         for each in pipeline:
             rank = each.facts.rank
             others = latest[0] if late[rank] < latest[0] else (latest[1:] or [0.0])[0]
-            straggler = min(waited[rank], others) if is_pipeline else waited[rank]
+            straggler = min(each.waiting, others) if is_pipeline else each.waiting
             each.parts["straggler"] += straggler
-            each.parts["bubble"] += waited[rank] - straggler
+            each.parts["bubble"] += each.waiting - straggler
 
 
 def _lateness(everyone: Sequence[RankTimes]) -> dict[int, float]:

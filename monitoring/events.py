@@ -36,7 +36,8 @@ class What(IntEnum):
     """Handing a stage's gradients over to be reduced."""
     REDUCE = 11
     """From a rank's last action to the end of the gradients' reduction; and before its first action, where replicas
-    tell each other how much their parts of the batch count."""
+    tell each other how much their parts of the batch count. With the axis TP or PP: ranks of one replica add up the
+    gradients of parameters that several of them have."""
     MEET = 12
     """Waiting for all ranks of the mesh, which tell each other the norm and the loss."""
     OPTIMIZER = 13

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from monitoring.events import SENDS, Event, What
+from monitoring.events import SENDS, Axis, Event, What
 from monitoring.facts import RankFacts
 from monitoring.time_parts import PARTS
 
@@ -50,9 +50,11 @@ class RankTimes:
     """When each began."""
     receives: list[tuple[Message, Span, float]] = field(default_factory=list)
     """The message, when it was received, and how long the rank computed meanwhile."""
-    reduce: list[Span] = field(default_factory=list)
-    """Replicas meet several times in a step: all at the same points of it."""
+    reduce: dict[Axis, list[Span]] = field(default_factory=lambda: {axis: [] for axis in (Axis.DP, Axis.TP, Axis.PP)})
+    """By the axis along which gradients are added up. Ranks meet several times in a step: all at the same points."""
     meet: list[Span] = field(default_factory=list)
+    waiting: float = 0.0
+    """For other stages."""
     actions: Span | None = None
     """From the first one's start to the last one's end."""
     calls: list[Event] = field(default_factory=list)
@@ -74,7 +76,7 @@ class RankTimes:
         waits, receives, stages = self.waits, self.receives, self.stages
         first, last = finish, begin
         for event in sorted(events, key=_BY_START):
-            what, _, start, end, stage, microbatch, cpu, waited, _, _, _, _, _ = event
+            what, _, start, end, stage, microbatch, cpu, waited, _, axis, _, _, _ = event
             if what == _COLLECTIVE:
                 self.calls.append(event)
                 continue
@@ -109,6 +111,8 @@ class RankTimes:
                 if worked:  # weight parts that were waiting for a moment like this
                     wall, used, cpu_time = wall + worked, used + worked, cpu_time + worked
                     stages.setdefault(stage, [0.0, 0.0, 0.0])[_COLUMNS[What.W]] += worked
+            elif what == What.REDUCE:
+                self.reduce[Axis.DP if axis == Axis.WORLD else axis].append((start, end))
             else:
                 if what in SENDS and event.calls:
                     self.calls.append(event)
@@ -123,7 +127,5 @@ class RankTimes:
             self.parts[_PART_OF[what]] += end - start
             if what in SENDS:
                 self.sends[what, stage, microbatch] = start
-        elif what == What.REDUCE:
-            self.reduce.append((start, end))
         elif what == What.MEET:
             self.meet.append((start, end))

@@ -84,7 +84,7 @@ class Coordinator:
         self._part = part = await rank_mesh.compute(assemble, blueprint, config, rank_mesh, exchange)
         self._performance = Performance(part.num_parameters)
         self._loss = loss_of(config, part)
-        self._sync = sync_of(config, part, rank_mesh)
+        self._sync = sync_of(config, part, rank_mesh, self.recorder)
         self._optimizer = Optimizer(config.optimizer, self._sync, rank_mesh, part.counts_in_norm)
         self._executor = self._make_executor(blueprint.table, self.recorder)
         apart = gpipe_of_stages(blueprint.table.rank_of_stage, blueprint.table.microbatches)
@@ -212,7 +212,7 @@ class Coordinator:
             tokens=under_way.num_targets,
             seconds=whole.end - start,
             data_seconds=0.0 if moments.data is None else moments.data.seconds,
-            reduce_seconds=waited + moments.reduced - moments.acted,
+            reduce_seconds=waited + moments.reduced - actions[-1].end,
             optimizer_seconds=whole.end - moments.reduced - moments.met.seconds,
             meet_seconds=moments.met.seconds,
             tensor_seconds=sum(each.waited for each in actions),
@@ -228,7 +228,7 @@ class Coordinator:
         return StepMoments(
             data=self._data_wait,
             opened=under_way.opened,
-            acted=under_way.begun.timed[-1].end,
+            acted=max(under_way.begun.timed[-1].end, self._sync.settled),
             reduced=under_way.reduced,
             met=Span(*self._optimizer.met),
             ended=time.monotonic(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,6 +93,8 @@ class GradientSync:
         self._step = _Step(is_over=True)
         self.reduced = Reduced(0, 0.0)
         """By the last step that was finished."""
+        self.settled = 0.0
+        """When late gradients were last, a moment of time.monotonic: from then on replicas alone are waited for."""
 
     def _add_stage(self, stage: int, lists: Sequence[list[nn.Parameter]], num_stages_of: Mapping[int, int]) -> None:
         for parameters in lists:
@@ -207,6 +210,7 @@ class GradientSync:
         try:
             if self._num_early < len(self.buckets) and self._settle_late is not None:
                 await self._settle_late()
+                self.settled = time.monotonic()
             step.num_home = len(self.buckets)
             if self._dp.size > 1:
                 self._reduce(step)

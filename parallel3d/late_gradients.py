@@ -6,21 +6,25 @@ stages of several pipeline ranks have, such as an embedding that is also the hea
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from monitoring.events import Axis, What
+from monitoring.recorder import Recorder
 from parallel3d.rank_mesh import Mesh
 from parallel3d.rank_part import RankPart
 from parallel3d.sharded import needs_tp_sum
 
 
 class LateGradients:
-    """Those of one rank. `pieces` are the flat gradients of `of_sequences`."""
+    """Those of one rank. `pieces` are the flat gradients of `of_sequences`. Where there is a recorder, adding up along
+    an axis leaves an event: replicas have no part in it."""
 
-    def __init__(self, part: RankPart, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, part: RankPart, mesh: Mesh, recorder: Recorder | None = None) -> None:
+        self._mesh, self._recorder = mesh, recorder
         trained = {name: each for each, name in part.names.items() if each.requires_grad}
         self.of_sequences = [each for each in trained.values() if mesh.tp.size > 1 and needs_tp_sum(each)]
         # By name, because stages may use them in another order, and messages don't say whose gradient they are.
@@ -30,10 +34,22 @@ class LateGradients:
 
     async def settle(self) -> None:
         """Add the parts up. All ranks that have some have to call it."""
+        start = time.monotonic()
         for work in [self._mesh.tp.all_reduce(piece) for piece in self.pieces]:
             await work
+        if self.pieces:
+            start = self._leave(Axis.TP, start)
         for parameter, owners in self._owners.items():
             await self._add_up(home_of(parameter), owners)
+        if self._owners:
+            self._leave(Axis.PP, start)
+
+    def _leave(self, axis: Axis, start: float) -> float:
+        """An event that ends now."""
+        now = time.monotonic()
+        if self._recorder is not None:
+            self._recorder.record(What.REDUCE, self._recorder.step, start, now, axis=axis)
+        return now
 
     async def _add_up(self, gradient: torch.Tensor, owners: tuple[int, ...]) -> None:
         pp = self._mesh.pp

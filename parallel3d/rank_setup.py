@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from monitoring.recorder import Recorder
 from parallel3d.config import RunConfig
 from parallel3d.gradient_sync import GradientSync
 from parallel3d.late_gradients import LateGradients
@@ -27,9 +28,9 @@ def loss_of(config: RunConfig, part: RankPart) -> StepLoss:
     return make_loss(config.model.loss, of_cut, lambda logits: gather_logits(logits, cut, partners))
 
 
-def sync_of(config: RunConfig, part: RankPart, rank_mesh: Mesh) -> GradientSync:
+def sync_of(config: RunConfig, part: RankPart, rank_mesh: Mesh, recorder: Recorder | None = None) -> GradientSync:
     """For this rank's stages, in the order in which their gradients are there."""
-    late = LateGradients(part, rank_mesh)
+    late = LateGradients(part, rank_mesh, recorder)
     column = part.blueprint.table.with_communication().columns[rank_mesh.pp.rank]
     sync = GradientSync(
         rank_mesh,

@@ -34,7 +34,7 @@ class StepMoments:
     opened: Span | None
     """Telling the other replicas how much its batch counts; None where there are none."""
     acted: float
-    """The end of its last action."""
+    """The end of its last action; where ranks of a replica add up gradients that they share, the end of that."""
     reduced: float
     met: Span
     """Waiting for all ranks' norms and losses."""

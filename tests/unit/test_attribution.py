@@ -67,11 +67,33 @@ def test_replicas_meet_before_they_compute_too():
     check_sums(times)
 
 
+def test_gradients_that_tensor_parallel_ranks_share_are_added_up_between_them():
+    early = Told().add(B, 0.020, 0, 0).gap(0.001).add(REDUCE, 0.014, axis=Axis.TP)
+    late = Told().add(B, 0.030, 0, 0).gap(0.001).add(REDUCE, 0.004, axis=Axis.TP)
+    times = attribute({0: early.done(), 1: late.done()}, mesh_of(tp=2))
+    assert parts_of(times, 0) == {"compute": 20, "straggler": 10, "tp_comm": 4, "other": 1}
+    assert parts_of(times, 1) == {"compute": 30, "tp_comm": 4, "other": 1}
+    check_sums(times)
+
+
+def test_stages_that_share_a_weight_wait_for_each_other_as_the_schedule_has_it():
+    """The last stage is done early; the one in between has no part in it, and the replicas come after."""
+    last = Told().add(B, 0.010, 2, 0).add(REDUCE, 0.024, axis=Axis.PP).add(REDUCE, 0.002)
+    middle = Told().add(B, 0.010, 1, 0).add(REDUCE, 0.001)
+    first = Told().add(B, 0.030, 0, 0).add(REDUCE, 0.004, axis=Axis.PP).add(REDUCE, 0.002)
+    told = {rank: each.done() for rank, each in enumerate((first, middle, last) * 2)}
+    times = attribute(told, mesh_of(dp=2, pp=3))
+    assert parts_of(times, 2) == {"compute": 10, "bubble": 20, "pp_comm": 4, "dp_comm": 2}
+    assert parts_of(times, 1) == {"compute": 10, "dp_comm": 1}
+    assert parts_of(times, 0) == {"compute": 30, "pp_comm": 4, "dp_comm": 2}
+    check_sums(times)
+
+
 def test_what_overlaps_computing_is_in_no_part():
     told = Told().add(B, 0.030, 0, 0).add(REDUCE, 0.001)
     told.beside(0.005, 0.028, axis=Axis.DP, num_bytes=1 << 20).beside(0.006, 0.029, axis=Axis.DP, num_bytes=1 << 20)
     times = attribute({0: told.done()}, mesh_of())
-    assert parts_of(times, 0) == {"compute": 30, "dp_comm": 1}
+    assert parts_of(times, 0) == {"compute": 30, "other": 1}, "a single replica reduces nothing"
     assert times.traffic == (AxisTraffic("all_reduce", "dp", 2, 2 << 20, pytest.approx(0.046)),)
 
 

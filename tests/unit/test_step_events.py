@@ -133,6 +133,25 @@ async def test_reductions_are_told_with_their_axis():
         assert all(event.seconds == pytest.approx(event.waited) for event in reduced)
 
 
+SHARED = [
+    (settings(2, 2, 1, parallel__sequence_parallel=True), Axis.TP),
+    (settings(1, 1, 2, model__args__tied=True), Axis.PP),
+]
+
+
+@pytest.mark.parametrize(("given", "axis"), SHARED, ids=["sequence", "tied"])
+async def test_gradients_that_a_replica_shares_are_added_up_before_replicas_meet(given, axis):
+    for events, coordinator in await on_mesh(given):
+        for step in range(STEPS):
+            mine = of_step(events, step)
+            reduce = [each for each in mine if each.what == What.REDUCE]
+            (shared,) = [each for each in reduce if each.axis == axis]
+            replicas = [each for each in reduce if each.axis == Axis.WORLD]
+            assert len(replicas) == (2 if coordinator.mesh.dp.size > 1 else 1)
+            last_action = max(each.end for each in mine if each.what in ACTIONS)
+            assert last_action <= shared.start <= shared.end <= replicas[-1].start
+
+
 async def test_passes_apart_are_a_step_too_and_an_evaluation_is_none():
     async def main(coordinator):
         batch = part_of(coordinator, 0)
