@@ -43,12 +43,13 @@ def attribute(events: Mapping[int, Sequence[Event]], ranks: Mapping[int, RankFac
     everyone = [RankTimes.of(ranks[rank], events[rank]) for rank in sorted(events)]
     for peers in _grouped(everyone, lambda place: (place.dp, place.pp)):
         _share_tensor_waits(peers)
-        _share_reduction(peers, Axis.TP, "tp_comm")
+        _share_meetings(peers, Axis.TP, "tp_comm")
     for replicas in _grouped(everyone, lambda place: (place.tp, place.pp)):
-        _share_reduction(replicas, Axis.DP, "dp_comm" if len(replicas) > 1 else "other")
+        _share_meetings(replicas, Axis.DP, "dp_comm" if len(replicas) > 1 else "other")
     for pipeline in _grouped(everyone, lambda place: (place.dp, place.tp)):
-        _share_reduction(pipeline, Axis.PP, "pp_comm")
-    _find_waiting(everyone)
+        _share_meetings(pipeline, Axis.PP, "pp_comm")
+    _share_meetings(everyone, Axis.WORLD, "optimizer")
+    _share_receives(everyone)
     _share_waiting(everyone)
     lengths = _pipeline_lengths(everyone)
     found = tuple(_result(times, length) for times, length in zip(everyone, lengths, strict=True))
@@ -80,17 +81,18 @@ def _share_tensor_waits(peers: Sequence[RankTimes]) -> None:
         each.parts["straggler"] += sum(each.waits) - exchange
 
 
-def _share_reduction(peers: Sequence[RankTimes], axis: Axis, part: str) -> None:
-    for number in range(max(len(each.reduce[axis]) for each in peers)):
-        there = [each for each in peers if len(each.reduce[axis]) > number]
-        last = max(each.reduce[axis][number][0] for each in there)
+def _share_meetings(peers: Sequence[RankTimes], axis: Axis, part: str) -> None:
+    """Until the last one comes, ranks wait for it; what is left is the part."""
+    for number in range(max(len(each.meetings[axis]) for each in peers)):
+        there = [each for each in peers if len(each.meetings[axis]) > number]
+        last = max(each.meetings[axis][number][0] for each in there)
         for each in there:
-            early, rest = _split(each.reduce[axis][number], last)
+            early, rest = _split(each.meetings[axis][number], last)
             each.parts[part] += rest
-            if axis == Axis.PP:
-                each.waiting += early
-            else:
+            if axis in (Axis.DP, Axis.TP):
                 each.parts["straggler"] += early
+            else:  # of another stage
+                each.waiting += early
 
 
 def _split(span: Span, moment: float) -> Span:
@@ -100,27 +102,18 @@ def _split(span: Span, moment: float) -> Span:
     return before, end - start - before
 
 
-def _find_waiting(everyone: Sequence[RankTimes]) -> None:
-    """Each rank's for others: in receives until the message is sent, in MEET until the last rank comes."""
+def _share_receives(everyone: Sequence[RankTimes]) -> None:
+    """Until the message is sent, ranks wait for it."""
     sends: dict[tuple[int, int, Message], float] = {}
     for each in everyone:
         place = each.facts.place
         sends |= {(place.dp, place.tp, message): start for message, start in each.sends.items()}
-    arrival = max((start for each in everyone for start, _ in each.meet), default=0.0)
     for each in everyone:
-        _find_waiting_of(each, sends, arrival)
-
-
-def _find_waiting_of(each: RankTimes, sends: Mapping[tuple[int, int, Message], float], arrival: float) -> None:
-    place = each.facts.place
-    for message, span, worked in each.receives:
-        early, rest = _split(span, sends.get((place.dp, place.tp, message), span[1]))
-        each.waiting += max(0.0, early - worked)
-        each.parts["pp_comm"] += min(rest, rest + early - worked)
-    for span in each.meet:
-        early, rest = _split(span, arrival)
-        each.waiting += early
-        each.parts["optimizer"] += rest
+        place = each.facts.place
+        for message, span, worked in each.receives:
+            early, rest = _split(span, sends.get((place.dp, place.tp, message), span[1]))
+            each.waiting += max(0.0, early - worked)
+            each.parts["pp_comm"] += min(rest, rest + early - worked)
 
 
 def _share_waiting(everyone: Sequence[RankTimes]) -> None:

@@ -39,7 +39,7 @@ class What(IntEnum):
     tell each other how much their parts of the batch count. With the axis TP or PP: ranks of one replica add up the
     gradients of parameters that several of them have."""
     MEET = 12
-    """Waiting for all ranks of the mesh, which tell each other the norm and the loss."""
+    """Waiting for all ranks of the mesh, which tell each other the norm and the loss; twice where passes are apart."""
     OPTIMIZER = 13
     """The norm and the update without waiting for others; where the state is sharded, gathering weights too."""
     CHECKPOINT = 14

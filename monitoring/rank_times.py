@@ -50,9 +50,9 @@ class RankTimes:
     """When each began."""
     receives: list[tuple[Message, Span, float]] = field(default_factory=list)
     """The message, when it was received, and how long the rank computed meanwhile."""
-    reduce: dict[Axis, list[Span]] = field(default_factory=lambda: {axis: [] for axis in (Axis.DP, Axis.TP, Axis.PP)})
-    """By the axis along which gradients are added up. Ranks meet several times in a step: all at the same points."""
-    meet: list[Span] = field(default_factory=list)
+    meetings: dict[Axis, list[Span]] = field(default_factory=lambda: {axis: [] for axis in Axis})
+    """Along an axis, to add up gradients; of all ranks, for norms and losses. Several in a step: all at the same points
+    of it."""
     waiting: float = 0.0
     """For other stages."""
     actions: Span | None = None
@@ -112,7 +112,7 @@ class RankTimes:
                     wall, used, cpu_time = wall + worked, used + worked, cpu_time + worked
                     stages.setdefault(stage, [0.0, 0.0, 0.0])[_COLUMNS[What.W]] += worked
             elif what == What.REDUCE:
-                self.reduce[Axis.DP if axis == Axis.WORLD else axis].append((start, end))
+                self.meetings[Axis.DP if axis == Axis.WORLD else axis].append((start, end))
             else:
                 if what in SENDS and event.calls:
                     self.calls.append(event)
@@ -128,4 +128,4 @@ class RankTimes:
             if what in SENDS:
                 self.sends[what, stage, microbatch] = start
         elif what == What.MEET:
-            self.meet.append((start, end))
+            self.meetings[Axis.WORLD].append((start, end))

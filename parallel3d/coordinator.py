@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 
 from monitoring.collectives import bus_factor
+from monitoring.events import What
 from monitoring.recorder import Recorder
 from parallel3d.blueprint import draw
 from parallel3d.config import RunConfig
@@ -261,7 +262,10 @@ class Coordinator:
         under_way = await self._start(self._executor_apart, batch)
         async with self._closing_on_failure():
             await under_way.begun.forward()
+            came = time.monotonic()
             loss = await self._settle_loss(under_way)
+            if self.recorder is not None:  # ranks wait for the last stage here
+                self.recorder.record(What.MEET, self.step, came, time.monotonic())
         self._begun = under_way
         return loss
 

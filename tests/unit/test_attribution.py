@@ -89,6 +89,16 @@ def test_stages_that_share_a_weight_wait_for_each_other_as_the_schedule_has_it()
     check_sums(times)
 
 
+def test_ranks_that_meet_twice_are_late_or_early_each_time():
+    """As where passes are apart: first rank 1 is waited for, then rank 0."""
+    a = Told().add(F, 0.010, 0, 0).add(MEET, 0.011).add(B, 0.030, 0, 0).add(MEET, 0.001)
+    b = Told().add(F, 0.020, 1, 0).add(MEET, 0.001).add(B, 0.020, 1, 0).add(MEET, 0.011)
+    times = attribute({0: a.done(), 1: b.done()}, mesh_of(pp=2))
+    for rank in (0, 1):
+        assert parts_of(times, rank) == {"compute": 40, "bubble": 10, "optimizer": 2}
+    check_sums(times)
+
+
 def test_what_overlaps_computing_is_in_no_part():
     told = Told().add(B, 0.030, 0, 0).add(REDUCE, 0.001)
     told.beside(0.005, 0.028, axis=Axis.DP, num_bytes=1 << 20).beside(0.006, 0.029, axis=Axis.DP, num_bytes=1 << 20)

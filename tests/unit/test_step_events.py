@@ -169,6 +169,8 @@ async def test_passes_apart_are_a_step_too_and_an_evaluation_is_none():
             actions = Counter(event.action for event in of_step(events, whole.step) if event.what in ACTIONS)
             column = coordinator._executor.table.columns[coordinator.mesh.pp.rank]
             assert actions == Counter(map(str, column)), "each once"
+        meetings = Counter(event.step for event in events if event.what == What.MEET)
+        assert meetings == {0: 2, 1: 1}, "apart, ranks tell each other the loss before backward"
 
 
 async def test_a_step_that_failed_is_part_of_the_next():
