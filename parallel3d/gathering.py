@@ -21,6 +21,7 @@ from runtime.control import MAX_MESSAGE_BYTES, Message, decode, encode
 INTERVAL = 1.0  # seconds
 LEAST_ROOM, MOST_ROOM = 2 * MAX_MESSAGE_BYTES, 4 << 20
 """Bytes of a rank. One message always fits."""
+_MOST_BYTES = 64 << 20  # of all ranks together, which each rank has room for
 _BEHIND = 1 << 20  # bytes that wait: from here on the recorder keeps its events, and forgets the oldest
 _MOST_WAITING = 100_000  # messages
 _CLOCK_EVERY = 60  # gatherings: quartz drifts by some milliseconds in a minute
@@ -70,6 +71,7 @@ class Gathering:
     def __init__(self, mesh: Mesh, outbox: Outbox, take: Take, clock: Clock = time.monotonic) -> None:
         self._mesh, self._outbox, self._take, self._clock = mesh, outbox, take, clock
         self._due, self._next_room = clock() + INTERVAL, LEAST_ROOM
+        self._most_room = most_room(mesh.world_size)
         self._under_way: Work | None = None
         self._num_gathered = 0
         self._beside: set[asyncio.Task[None]] = set()
@@ -124,7 +126,7 @@ class Gathering:
     async def _give(self, rows: torch.Tensor) -> None:
         """One rank's after the other while the engine computes: between steps other ranks would wait for this one."""
         room, has_more = rows.shape[1], bool(rows[:, -1].any())
-        self._next_room = min(MOST_ROOM, 2 * room) if has_more else max(LEAST_ROOM, room // 2)
+        self._next_room = min(self._most_room, 2 * room) if has_more else max(LEAST_ROOM, room // 2)
         for rank, row in enumerate(rows):
             for _ in range(_MOST_LOOKS):
                 if self._mesh.is_computing:
@@ -142,6 +144,11 @@ class Gathering:
         await self.end()
         while self._beside:
             await asyncio.gather(*self._beside)
+
+
+def most_room(world_size: int) -> int:
+    """Bytes of a rank: in a large mesh less than in a small one."""
+    return max(LEAST_ROOM, min(MOST_ROOM, _MOST_BYTES // world_size))
 
 
 def read(data: bytes) -> Iterator[Message]:

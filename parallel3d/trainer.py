@@ -152,9 +152,10 @@ class Steps:
     async def make(self, batch: Any) -> None:
         """The next step, with what goes on beside it."""
         wish, gathering = self._owner.wish, self._gathering
-        self._wishes.tell(wish if gathering is None else wish._replace(room=gathering.wished_room))
         if gathering is not None:
-            gathering.begin(self.wish.room)
+            gathering.begin(self.wish.room)  # first, or one that begins now would be wished for again
+            wish = wish._replace(room=gathering.wished_room)
+        self._wishes.tell(wish)
         step = await self._train(batch)
         agreed = await self._wishes.agreed()
         if gathering is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import parallel3d
-from parallel3d.gathering import LEAST_ROOM, MOST_ROOM, Gathering, Outbox, read
+from parallel3d.gathering import LEAST_ROOM, MOST_ROOM, Gathering, Outbox, most_room, read
 from parallel3d.wishes import Wish, Wishes
 from runtime.control import MAX_MESSAGE_BYTES
 
@@ -62,8 +62,8 @@ async def gathered(num_steps: int, to_tell: dict[int, int], ranks: int = 3) -> l
             for step in range(num_steps):
                 for number in range(to_tell.get(mesh.rank, 0)):
                     outbox.put("told", {"step": step, "number": number, "text": "x" * 1000})
-                wishes.tell(Wish(room=gathering.wished_room))
                 gathering.begin(room)
+                wishes.tell(Wish(room=gathering.wished_room))
                 rooms.append(room)
                 await mesh.compute(lambda: None)
                 room = (await wishes.agreed()).room
@@ -77,7 +77,7 @@ async def gathered(num_steps: int, to_tell: dict[int, int], ranks: int = 3) -> l
 
 async def test_rank_0_hears_every_rank_in_order():
     (heard, rooms), *others = await gathered(6, {1: 2, 2: 3})
-    assert rooms[:3] == [0, 0, LEAST_ROOM], "due after a second, agreed in the step that follows"
+    assert rooms == [0, 0, LEAST_ROOM, 0, LEAST_ROOM, 0], "due after a second, agreed in the step that follows; once"
     for rank, num in ((1, 2), (2, 3)):
         told = [(each["step"], each["number"]) for who, each in heard if (who, each["kind"]) == (rank, "told")]
         assert told[: 3 * num] == [(step, number) for step in range(3) for number in range(num)]
@@ -94,6 +94,10 @@ async def test_room_grows_with_what_there_is_to_tell():
     told = [(each["step"], each["number"]) for who, each in heard if each["kind"] == "told"]
     assert told == sorted(told)
     assert len(told) > 1500
+
+
+def test_a_large_mesh_fills_no_rank_with_what_all_tell():
+    assert [most_room(ranks) for ranks in (1, 16, 64, 512, 4096)] == [4 << 20, 4 << 20, 1 << 20, LEAST_ROOM, LEAST_ROOM]
 
 
 async def test_a_single_rank_reports_too():
