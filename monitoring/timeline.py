@@ -39,10 +39,11 @@ class Timeline:
                 at = self._done + 1  # told late by the event loop; its bytes shall count somewhere
             if at != step:
                 step, found = at, steps.setdefault(at, [])
-            if len(found) < _MOST_EVENTS:
+            is_end = what == _STEP and rank not in self._ended.setdefault(step, set())
+            if is_end:
+                self._ended[step].add(rank)
+            if is_end or len(found) < _MOST_EVENTS:  # with its end it is a step, whatever else is missing
                 found.append(event)
-            if what == _STEP:
-                self._ended.setdefault(step, set()).add(rank)
         while len(steps) > _MOST_OPEN:
             self._give_up(min(steps))
         return self._ready()
@@ -70,7 +71,7 @@ class Timeline:
 
     def _close(self, step: int) -> None:
         self._done = step
-        self._ended.pop(step, None)
+        self._ended = {each: ranks for each, ranks in self._ended.items() if each > step}
         for steps in self._open.values():
             for old in [each for each in steps if each <= step]:  # an older one that nobody ended was broken off
                 del steps[old]

@@ -79,6 +79,24 @@ def test_a_rank_that_never_ends_a_step_fills_no_memory():
     assert len(timeline._open[1][5000]) == 1 << 16
 
 
+def test_a_step_with_very_many_events_still_ends():
+    timeline = Timeline(1)
+    timeline.take(0, told(0)[:1] * (1 << 17))
+    [step] = timeline.take(0, told(0))
+    assert len(step[0]) == (1 << 16) + 1
+    assert step[0][-1] == told(0)[-1]
+
+
+def test_steps_older_than_one_that_was_given_up_are_not_waited_for():
+    timeline = Timeline(2)
+    timeline.take(0, told(0))
+    for step in range(1, 514):  # rank 1 ends nothing until it has too much
+        timeline.take(1, told(step)[:1])
+    assert timeline.incomplete == 1
+    timeline.take(0, told(600))
+    assert numbers(timeline.take(1, told(600))) == [600]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 12), st.randoms(use_true_random=False))
 def test_however_it_is_cut_every_step_comes_once(world_size: int, num_steps: int, chance: random.Random):
