@@ -40,11 +40,8 @@ class StragglerDetector:
         self._fast: Counter[int] = Counter()
         self._named: dict[int, Straggler] = {}
         self._latest: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=IN_A_ROW))
-
-    @property
-    def scores(self) -> dict[int, float]:
+        self.scores: dict[int, float] = {}
         """Of each rank, 0 to 1: the median of its latest three steps. Empty before one counts."""
-        return {rank: median(latest) for rank, latest in self._latest.items()}
 
     @property
     def stragglers(self) -> tuple[Straggler, ...]:
@@ -60,6 +57,7 @@ class StragglerDetector:
         for rank, (score, compared_with) in worst.items():
             self._latest[rank].append(score)
             self._judge(Straggler(rank, score, compared_with, times.step))
+        self.scores = {rank: median(latest) for rank, latest in self._latest.items()}
         self._name_hosts(ranks)
 
     def _compare(
