@@ -274,7 +274,7 @@ class Observer:
         self._news.append(("log", record))
 
     def _take_nonfinite(self, rank: int, message: Mapping[str, Any]) -> None:
-        """Every rank tells of it."""
+        """Once a step, whoever tells of it."""
         step = count(message["step"])
         self.nonfinite += step != self._nonfinite_step
         self._nonfinite_step = step

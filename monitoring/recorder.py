@@ -80,11 +80,6 @@ class Recorder:
             _AXES.get(group, 0), _OP_PLACES[kind], _STRATEGY_PLACES.get(strategy, 0), calls,
         )  # fmt: skip
 
-    @property
-    def num_waiting(self) -> int:
-        """Events that were not taken yet, those among them that are lost left out."""
-        return min(self._written - self._taken, self._capacity)
-
     def take(self, at_most: int = CAPACITY) -> Batch:
         """The oldest that are there, and not again."""
         with self._lock:

@@ -21,7 +21,6 @@ class StepSums:
     remainder: float = 0.0
     unattributed: float = 0.0
     """The remainders without their signs, so that they don't make up for each other."""
-    compute_wall: float = 0.0
     compute_cpu: float = 0.0
     core_wait: float = 0.0
     bubble_ratios: float = 0.0
@@ -33,7 +32,6 @@ class StepSums:
         self.parts += step.parts
         self.remainder += step.remainder
         self.unattributed += abs(step.remainder)
-        self.compute_wall += step.compute_wall
         self.compute_cpu += step.compute_cpu
         self.core_wait += step.core_wait
         self.bubble_ratios += step.bubble_ratio
