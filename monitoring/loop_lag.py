@@ -34,7 +34,8 @@ class LagHistogram:
         return 0.0
 
     def to_wire(self) -> dict[str, object]:
-        return {"counts": self.counts, "total": self.total, "worst": self.worst}
+        """As it is now: whoever keeps it in this process shall not see it change."""
+        return {"counts": [*self.counts], "total": self.total, "worst": self.worst}
 
     @staticmethod
     def from_wire(fields: Mapping[str, object]) -> LagHistogram:

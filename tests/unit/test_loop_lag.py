@@ -40,6 +40,14 @@ def test_a_histogram_travels_as_json():
     assert LagHistogram.from_wire(json.loads(json.dumps(histogram().to_wire()))) == histogram()
 
 
+def test_what_was_sent_does_not_change_with_later_timers():
+    """Rank 0 without a supervisor sends to itself."""
+    lag = histogram()
+    sent = lag.to_wire()
+    lag.observe(0.5)
+    assert LagHistogram.from_wire(sent) == histogram()
+
+
 COUNTS = [0] * len(BOUNDS)
 
 
