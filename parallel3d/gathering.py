@@ -75,6 +75,8 @@ class Gathering:
         self._under_way: Work | None = None
         self._num_gathered = 0
         self._beside: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Lock()
+        self._is_over = False
 
     @property
     def wished_room(self) -> int:
@@ -116,7 +118,10 @@ class Gathering:
             return
         rows = await work
         if self._mesh.rank == 0:
-            self._start(self._give(rows.cpu()))
+            rows = rows.cpu()
+            room, has_more = rows.shape[1], bool(rows[:, -1].any())
+            self._next_room = min(self._most_room, 2 * room) if has_more else max(LEAST_ROOM, room // 2)
+            self._start(self._give(rows))
 
     def _start(self, beside: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(beside)
@@ -124,16 +129,20 @@ class Gathering:
         task.add_done_callback(self._beside.discard)
 
     async def _give(self, rows: torch.Tensor) -> None:
+        """After all that was gathered before, which is older."""
+        async with self._turn:
+            await self._give_in_order(rows)
+
+    async def _give_in_order(self, rows: torch.Tensor) -> None:
         """One rank's after the other while the engine computes: between steps other ranks would wait for this one."""
-        room, has_more = rows.shape[1], bool(rows[:, -1].any())
-        self._next_room = min(self._most_room, 2 * room) if has_more else max(LEAST_ROOM, room // 2)
         for rank, row in enumerate(rows):
             for _ in range(_MOST_LOOKS):
-                if self._mesh.is_computing:
+                if self._mesh.is_computing or self._is_over:
                     break
                 await asyncio.sleep(_PAUSE)
             for message in read(row[:-1].numpy().tobytes().rstrip(b"\0")):
                 self._take(rank, message)
+            await asyncio.sleep(0)  # the event loop has other things to do
 
     async def _look_at_clocks(self) -> None:
         for rank, offset in enumerate(await measure_offsets(self._mesh) or ()):
@@ -141,6 +150,7 @@ class Gathering:
 
     async def close(self) -> None:
         """After the last step, on all ranks."""
+        self._is_over = True  # the engine does not compute again, and the others wait for this rank
         await self.end()
         while self._beside:
             await asyncio.gather(*self._beside)

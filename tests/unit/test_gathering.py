@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import parallel3d
@@ -85,6 +86,24 @@ async def test_rank_0_hears_every_rank_in_order():
     assert {each["kind"] for who, each in heard if who == 0} == {"loop_lag", "collectives"}
     assert {each["kind"] for who, each in heard if who == 2} == {"loop_lag", "collectives", "told"}
     assert [found for found, _ in others] == [[], []]
+
+
+async def test_the_end_waits_for_no_further_step(monkeypatch):
+    """Rank 0 hands on what came while the engine computes; after the last step it does not again."""
+
+    async def main() -> list[int]:
+        async with parallel3d.mesh(dp=2) as mesh:
+            outbox, heard = Outbox(), []
+            outbox.put("told", {})
+            gathering = Gathering(mesh, outbox, lambda rank, message: heard.append(rank))
+            gathering.begin(LEAST_ROOM)
+            await gathering.end()
+            await gathering.close()
+            return heard
+
+    monkeypatch.setattr("parallel3d.gathering._PAUSE", 1000.0)
+    first, second = await asyncio.wait_for(parallel3d.in_process(main, ranks=2), 60)
+    assert (set(first), second) == ({0, 1}, [])
 
 
 async def test_room_grows_with_what_there_is_to_tell():
