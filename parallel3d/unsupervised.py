@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -109,9 +109,10 @@ class RankOwner:
             "told": self._outbox.take(self._outbox.num_bytes).decode(),
             "spans": [span.to_wire() for span in spans],
         }
-        for rank, theirs in enumerate(await gather_json(mesh.world, mine)):
+        everyone = await gather_json(mesh.world, mine)
+        for rank, theirs in enumerate(everyone) if self._rank == 0 else ():
             self.spans[rank] = [Span.from_wire(row) for row in theirs["spans"]]
-            for message in read(theirs["told"].encode()) if self._rank == 0 else ():
+            for message in read(theirs["told"].encode()):
                 self._hear(rank, message)
 
     def _describe(self, error: Exception) -> RunError:
@@ -131,11 +132,11 @@ class RankOwner:
         await complete(folder, record, self._watch, self.spans)
 
 
-async def gather_json(group: Group, value: Any) -> list[Any]:
-    """Every rank's value, on every rank. Small ones: each rank gets room for the longest."""
+async def gather_json(group: Group, value: Any) -> Iterator[Any]:
+    """Every rank's value, on every rank that looks at them. Small ones: each rank gets room for the longest."""
     data = json.dumps(value).encode()
     longest = torch.tensor([len(data)], device=group.device)
     await group.all_reduce(longest, op="max")
     padded = torch.frombuffer(bytearray(data.ljust(int(longest))), dtype=torch.uint8).to(group.device)
     rows = await group.all_gather(padded.unsqueeze(0))
-    return [json.loads(row.numpy().tobytes()) for row in rows.cpu()]
+    return (json.loads(row.numpy().tobytes()) for row in rows.cpu())

@@ -292,7 +292,7 @@ class Watch:
 async def test_json_of_every_rank_on_every_rank():
     async def main() -> list[Any]:
         async with parallel3d.mesh(dp=3) as mesh:
-            return await gather_json(mesh.world, {"rank": mesh.rank, "text": "ä" * mesh.rank})
+            return list(await gather_json(mesh.world, {"rank": mesh.rank, "text": "ä" * mesh.rank}))
 
     expected = [{"rank": rank, "text": "ä" * rank} for rank in range(3)]
     assert await parallel3d.in_process(main, ranks=3) == [expected] * 3
