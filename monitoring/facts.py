@@ -57,6 +57,8 @@ class RunFacts:
     steps: int = 0
     """That are wanted."""
     bucket_bytes: int = 25 << 20
+    shards_optimizer: bool = False
+    """Whether replicas share the optimizer's state already."""
     memory_budget: int = 0
     """Bytes of one rank; 0: none is given."""
     prefetch: int = 2

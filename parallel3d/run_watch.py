@@ -140,6 +140,7 @@ def run_facts(config: RunConfig, model: ModelFacts, run_id: str) -> RunFacts:
         batch_size=config.batch_size,
         steps=config.train.steps,
         bucket_bytes=config.comm.bucket_size,
+        shards_optimizer=config.optimizer.shard,
         memory_budget=config.memory.budget,
         prefetch=config.data.prefetch,
         version=__version__,

@@ -84,8 +84,8 @@ def _less_reducing(view: View, share: float) -> tuple[str, str, str | None, floa
         )
         return words, "comm.strategy", "hierarchical", None
     return (
-        "Put more samples into a step: as many gradients are reduced for twice the work. The learning rate may need a "
-        "change then.",
+        "Put more samples into a step, in more microbatches where memory is short: as many gradients are reduced for "
+        "twice the work. The learning rate may need a change then.",
         "train.batch_size",
         str(2 * view.facts.batch_size),
         saved(share / 2),

@@ -73,11 +73,13 @@ def _less_memory(view: View) -> tuple[str, str, str]:
     if samples and samples % (2 * facts.microbatches) == 0:
         words = "Cut the batch into smaller microbatches: a rank holds fewer activations at a time."
         return words, "pipeline.microbatches", str(2 * facts.microbatches)
-    if facts.dp > 1:
+    if facts.dp > 1 and not facts.shards_optimizer:
         words = "Shard the optimizer's state over the replicas, or use more tensor-parallel ranks or stages."
         return words, "optimizer.shard", "true"
     words = "Use more tensor-parallel ranks or stages; or give ranks a larger budget, if the machine has more."
-    return words, "parallel.tp", str(2 * facts.tp)
+    # Where tensor parallelism costs too much already, the rules before have said: less of it.
+    axis = "pp" if view.is_found(["tp_comm", "tp_efficiency"]) else "tp"
+    return words, f"parallel.{axis}", str(2 * getattr(facts, axis))
 
 
 def _used(view: View) -> dict[int, int]:

@@ -431,11 +431,20 @@ def test_memory_pressure(used, severity):
     [
         (mesh(batch_size=8, microbatches=2, memory_budget=1 << 30), "pipeline.microbatches", "4"),
         (mesh(batch_size=1, memory_budget=1 << 30), "parallel.tp", "2"),
+        (mesh(dp=2, batch_size=2, memory_budget=1 << 30), "optimizer.shard", "true"),
+        (mesh(dp=2, batch_size=2, memory_budget=1 << 30, shards_optimizer=True), "parallel.tp", "2"),
     ],
 )
 def test_less_memory(facts, key, value):
     one = only(alike(facts), facts)
     assert (one.kind, one.key, one.value, one.gain) == ("memory_pressure", key, value, None)
+
+
+def test_no_remedy_takes_back_another():
+    """Who has too much tensor parallelism is not told to save memory by more of it."""
+    facts = mesh(tp=4, batch_size=1, memory_budget=1 << 30)
+    every = {each.kind: (each.key, each.value) for each in found(alike(facts, {"tp_comm": 0.05}), facts)}
+    assert every == {"tp_comm": ("parallel.tp", "2"), "memory_pressure": ("parallel.pp", "2")}
 
 
 def test_memory_imbalance():
