@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -41,11 +42,19 @@ class LagHistogram:
     def from_wire(fields: Mapping[str, object]) -> LagHistogram:
         """Raises ValueError for anything that `to_wire` could not have written."""
         counts, total, worst = fields.get("counts"), fields.get("total"), fields.get("worst")
-        if not (isinstance(counts, list) and len(counts) == len(BOUNDS) and all(type(n) is int for n in counts)):
+        if not (isinstance(counts, list) and len(counts) == len(BOUNDS) and all(map(_is_count, counts))):
             raise ValueError("event-loop lag: counts do not fit the bounds")
-        if not (isinstance(total, float) and isinstance(worst, float)):
+        if not (isinstance(total, float) and isinstance(worst, float)) or not all(map(_is_lag, (total, worst))):
             raise ValueError("event-loop lag: total and worst are numbers")
         return LagHistogram(counts, total, worst)
+
+
+def _is_lag(value: float) -> bool:
+    return 0 <= value < math.inf  # false for NaN too
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
 
 
 class LagMeter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 
 import pytest
@@ -59,7 +60,10 @@ COUNTS = [0] * len(BOUNDS)
         ({"counts": "0" * len(BOUNDS), "total": 0.0, "worst": 0.0}, "counts do not fit the bounds"),
         ({"counts": [*COUNTS[1:], 0.5], "total": 0.0, "worst": 0.0}, "counts do not fit the bounds"),
         ({"counts": [*COUNTS[1:], True], "total": 0.0, "worst": 0.0}, "counts do not fit the bounds"),
+        ({"counts": [*COUNTS[1:], -1], "total": 0.0, "worst": 0.0}, "counts do not fit the bounds"),
         ({"counts": COUNTS, "total": "0", "worst": 0.0}, "total and worst are numbers"),
+        ({"counts": COUNTS, "total": math.nan, "worst": 0.0}, "total and worst are numbers"),
+        ({"counts": COUNTS, "total": 0.0, "worst": math.inf}, "total and worst are numbers"),
         ({"counts": COUNTS, "total": 0.0}, "total and worst are numbers"),
     ],
 )
