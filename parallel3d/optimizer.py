@@ -168,8 +168,9 @@ class Optimizer:
 
     @property
     def state_bytes(self) -> int:
-        """Of all that `state` gives."""
-        return sum(value.nbytes for part in self.state() for value in part.values.values())
+        """Of all that is remembered."""
+        kept = (update.state(index) for update in self._updates.values() for index in range(len(update.weights)))
+        return sum(value.nbytes for values in kept for value in values.values())
 
     def state(self) -> list[StatePart]:
         """Everything remembered from step to step but their number, by parameter."""
