@@ -306,7 +306,8 @@ class CallPipe:
     def _issue(self, tensors: Sequence[torch.Tensor]) -> None:
         try:
             for tensor in tensors:
-                self._group.send(tensor, self._peer, timeout=_LONG)  # the group holds it until it has ended
+                # The group holds it until it has ended, and learns of that although nobody awaits it.
+                self._group.send(tensor, self._peer, timeout=_LONG).watch()
         except CommunicationError as error:  # the group is closed: whoever receives shall know
             self._received.put(error)
 

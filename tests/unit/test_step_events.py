@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from itertools import pairwise
 
@@ -107,6 +108,18 @@ async def test_a_message_that_its_group_tells_of_is_no_second_call():
         assert {event.axis for event in told} == {Axis.PP}
         assert sum(event.num_bytes for event in told) >= sum(event.num_bytes for event in sends) > 0
         assert {event.calls for event in sends} == {0}
+
+
+async def test_messages_that_have_been_taken_are_not_kept():
+    """A send that nobody awaits ends too, or a run would keep all its activations."""
+
+    async def main(coordinator):
+        await trained(coordinator)
+        await coordinator.mesh.world.barrier()
+        await asyncio.sleep(0)
+        return len(coordinator.mesh.pp._under_way)
+
+    assert [num_kept for num_kept, _ in await on_mesh(settings(1, 1, 2), main)] == [0, 0]
 
 
 async def test_weight_gradients_that_are_computed_while_nothing_comes_are_told_with_the_receive():
