@@ -25,8 +25,9 @@ class BackgroundLoop:
         self._thread.start()
 
     def _run(self) -> None:
-        with suppress(OSError, AttributeError):  # Linux has a niceness for each thread
+        with suppress(OSError, AttributeError):  # Linux has a niceness and a policy for each thread
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # to wake up takes no core from a rank
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monitoring.device_peaks import peak_flops
 from monitoring.events import Event
 from monitoring.facts import RankFacts, RunFacts
 from monitoring.observer import Observer
+from monitoring.ration import Ration
 from monitoring.totals import WARM_UP
 from parallel3d.finished_run import MOST_STEPS, thinned
 from parallel3d.measured import Measured
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from monitoring.station import Station
 
 Json = dict[str, Any]
-_MOST_OF_THE_TIME = 0.05
-"""That drawing pipelines may take: a large one is simulated less often than twice a second."""
+_PIPELINE_SHARE = 0.005
+"""Of a core that drawing pipelines may take: a large one is simulated less often than twice a second."""
 
 
 def page_of(station: Station, observer: Observer) -> list[web.RouteDef]:
@@ -42,13 +42,13 @@ def page_of(station: Station, observer: Observer) -> list[web.RouteDef]:
 class RunView:
     """The source of a live page. It is of the observer's thread."""
 
-    def __init__(self, observer: Observer, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, observer: Observer, ration: Ration | None = None) -> None:
         from monitoring.page import Feed
 
         self._observer = observer
         self._status, self._error = str(Status.RUNNING), ""
         self._feed = Feed(self.state)
-        self._pipeline = _PipelineView(clock)
+        self._pipeline = _PipelineView(ration or Ration(_PIPELINE_SHARE))
         self._warm_up = _WarmUp()
         for step in observer.steps:
             self._warm_up.add(step.tokens, step.seconds)
@@ -188,20 +188,17 @@ class _WarmUp:
 class _PipelineView:
     """The latest step of the first replica's pipeline, planned and measured; made anew where that is not too dear."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self, ration: Ration) -> None:
+        self._ration = ration
         self._events: Mapping[int, list[Event]] | None = None
         self._shown: Json | None = None
-        self._next = float("-inf")
 
     def of(self, observer: Observer) -> Json | None:
         events = observer.last_pipeline
-        if observer.facts.pp == 1 or events is None or events is self._events or self._clock() < self._next:
+        if observer.facts.pp == 1 or events is None or events is self._events or not self._ration.is_due:
             return self._shown
-        started = self._clock()
-        self._events, self._shown = events, _view(observer, events)
-        took = self._clock() - started
-        self._next = started + took / _MOST_OF_THE_TIME
+        with self._ration.spent():
+            self._events, self._shown = events, _view(observer, events)
         return self._shown
 
 
