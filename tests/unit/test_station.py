@@ -92,6 +92,16 @@ def test_the_inbox_forgets_the_oldest_and_counts_what_was_in_them():
     assert inbox.put(0, {"kind": "mesh"}), "it is the first that waits, so somebody has to be woken"
 
 
+def test_the_inbox_counts_the_text_of_log_lines_too():
+    inbox = Inbox(most_bytes=100_000)
+    for number in range(20):
+        inbox.put(0, {"kind": "log", "event": "failed", "number": number, "exception": "x" * 10_000})
+    kept = inbox.get(20)
+    assert len(kept) + inbox.lost_messages == 20
+    assert [message["number"] for _, message in kept] == list(range(20 - len(kept), 20))
+    assert len(kept) <= 9
+
+
 async def test_the_status_is_told_in_the_thread():
     station, told = Station(Observer()), []
     station.on_status.append(lambda *status: told.append((*status, threading.current_thread().name)))
