@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from monitoring.device_peaks import peak_flops
 from monitoring.events import Event
 from monitoring.facts import RankFacts, RunFacts
+from monitoring.observations import StepTimes
 from monitoring.observer import Observer
 from monitoring.ration import Ration
 from monitoring.totals import WARM_UP
@@ -190,22 +191,22 @@ class _PipelineView:
 
     def __init__(self, ration: Ration) -> None:
         self._ration = ration
-        self._events: Mapping[int, list[Event]] | None = None
+        self._step: StepTimes | None = None
         self._shown: Json | None = None
 
     def of(self, observer: Observer) -> Json | None:
-        events = observer.last_pipeline
-        if observer.facts.pp == 1 or events is None or events is self._events or not self._ration.is_due:
+        step = observer.latest
+        if observer.facts.pp == 1 or step is None or step is self._step or not self._ration.is_due:
             return self._shown
         with self._ration.spent():
-            self._events, self._shown = events, _view(observer, events)
+            self._step, self._shown = step, _view(observer, observer.last_pipeline or {})
         return self._shown
 
 
 def _view(observer: Observer, events: Mapping[int, list[Event]]) -> Json | None:
     places = sorted((facts.place.pp, rank) for rank, facts in observer.ranks.items() if facts.place[:2] == (0, 0))
     columns = [events.get(rank, []) for _, rank in places]
-    if not all(columns):
+    if not columns or not all(columns):
         return None
     actions = tuple(tuple(parse_actions(event.action)[0] for event in column) for column in columns)
     times = [[(event.start, event.end, event.waited) for event in column] for column in columns]
