@@ -386,6 +386,21 @@ class TestLooks:
             assert page.locator("#mesh .straggler").get_attribute("data-rank") == "200"
             server.do(run.end)
 
+    def test_a_run_that_no_browser_could_draw_whole_is_shown_all_the_same(self, open_page):
+        run = SyntheticRun(pace=QUICK)
+        run.advance(3)
+        ranks, pipeline = run.ranks(), run.state()["pipeline"]
+        spans = [{"action": f"0F{number}", "start": number / 1e3, "end": (number + 1) / 1e3} for number in range(200_000)]
+        run.ranks = lambda: ranks
+        run.mesh = dict.fromkeys(("dp", "tp", "pp"), 1_000_000)
+        run._pipeline = {**pipeline, "measured": [spans]}
+        with PageServer(run) as server:
+            page = open_page(server.url)
+            drawn(page, 2)
+            page.get_by_text("too many ranks to be drawn").wait_for()
+            assert "3 min 20 s" in page.locator('[data-bubble="measured"]').text_content()
+            server.do(run.end)
+
 
 def test_the_snapshot_in_these_tests_has_the_form_of_a_finished_run(tmp_path):
     from parallel3d.finished_run import load_run
