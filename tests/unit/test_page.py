@@ -191,6 +191,11 @@ class TestRoutes:
         assert numbers == [[4, 5, 6], [6]]
         assert events(again)[-1]["event"] == "end"
 
+    async def test_nobody_gets_a_stream_who_asks_for_headers_alone(self, client):
+        assert (await client.head("/api/run")).status == 200
+        assert (await client.head("/api/stream")).status == 405
+        assert client.run.feed.num_readers == 0
+
     async def test_readers_are_bounded_and_one_that_goes_makes_room(self, client, monkeypatch):
         monkeypatch.setattr("monitoring.page.routes._MOST_READERS", 1)
         stream = await client.get("/api/stream")
