@@ -130,15 +130,8 @@ class RunFolder:
 
     # When it has ended.
 
-    async def complete(
-        self,
-        record: RunRecord,
-        spans: Mapping[int, list[Span]] | None = None,
-        observed: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Write what a run leaves. `spans`: of each rank; None: what ranks have left in this folder. `observed`: the
-        summary of the run's observer; None: what the record has."""
-        record.observed = record.observed if observed is None else observed
+    async def complete(self, record: RunRecord, spans: Mapping[int, list[Span]] | None = None) -> None:
+        """Write what a run leaves. `spans`: of each rank; None: what ranks have left in this folder."""
         ending = self._thread.submit(self._complete, record, spans)
         self._thread.stop()
         await asyncio.shield(asyncio.wrap_future(ending))

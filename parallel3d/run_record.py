@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -87,16 +87,6 @@ class RankTotals:
     device: str = "cpu"
     parameters: int = 0
     """Numbers that it trains."""
-
-    def to_wire(self) -> dict[str, Any]:
-        """Plain values, so that JSON can carry it."""
-        return asdict(self)
-
-    @staticmethod
-    def from_wire(fields: Mapping[str, Any]) -> RankTotals:
-        """What `to_wire` wrote, of a rank that is one of ours."""
-        coords = Coords(*fields["coords"]) if fields["coords"] is not None else None
-        return RankTotals(**{**fields, "coords": coords})
 
 
 @dataclass(frozen=True, slots=True)

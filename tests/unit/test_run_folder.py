@@ -68,9 +68,9 @@ async def test_what_an_observer_sees_is_written(here):
         "ranks": {0: {"steps": 1, "seconds": {"compute": 0.5}}},
         "bottlenecks": [bottleneck],
     }
-    record = RunRecord(config_of())
+    record = RunRecord(config_of(), observed=observed)
     record.take(0, {"kind": "mesh", "coords": [0, 0, 0]})
-    await folder.complete(record, observed=observed)
+    await folder.complete(record)
     lines = [json.loads(line) for line in (folder.path / "events.jsonl").read_text().splitlines()]
     assert [line.pop("kind") for line in lines] == ["parts", "log", "straggler", "bottleneck"]
     times = [line.pop("time") for line in lines]
