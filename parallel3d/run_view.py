@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from monitoring.device_peaks import peak_flops
+from monitoring.device_peaks import utilization
 from monitoring.events import Event
-from monitoring.facts import RankFacts, RunFacts
 from monitoring.observations import StepTimes
 from monitoring.observer import Observer
 from monitoring.ration import Ration
@@ -98,7 +97,8 @@ class RunView:
         }
 
     def _totals(self) -> Json:
-        observer = self._observer
+        observer, facts = self._observer, self._observer.facts
+        devices = (rank.device for rank in observer.ranks.values())
         counted = self._warm_up.counted(observer)
         rate = counted.tokens / counted.seconds if counted.seconds > 0 else 0.0
         return {
@@ -106,7 +106,7 @@ class RunView:
             "tokens": observer.num_tokens,
             "tokens_per_second": rate,
             "step_seconds": counted.seconds / counted.num_steps if counted.num_steps else None,
-            "mfu": _utilization(observer.facts, observer.ranks, rate),
+            "mfu": utilization(devices, facts.world_size, facts.precision, rate * facts.flops_per_token),
             "final_loss": observer.steps[-1].loss if observer.steps else None,
         }
 
@@ -150,15 +150,6 @@ def _rank(observer: Observer, rank: int) -> Json:
         "compute_cpu_seconds": counted.compute_cpu if counted is not None else None,
         "core_wait_seconds": counted.core_wait if counted is not None else None,
     }
-
-
-def _utilization(facts: RunFacts, ranks: Mapping[int, RankFacts], tokens_per_second: float) -> float | None:
-    """The share of what the devices could compute at most; None where that is not known."""
-    peaks = [peak_flops(rank.device, facts.precision) for rank in ranks.values()]
-    known = [peak for peak in peaks if peak is not None]
-    if len(known) < facts.world_size or not facts.flops_per_token:
-        return None
-    return tokens_per_second * facts.flops_per_token / sum(known)
 
 
 class _Sums(NamedTuple):
