@@ -219,6 +219,31 @@ class TestStream:
             assert value(page, "loss") == other.steps[-1]["loss"]
             second.do(other.end)
 
+    def test_a_line_that_comes_with_what_is_loaded_anew_is_shown_once(self, open_page):
+        run = SyntheticRun(pace=Pace(messages=0.5, state=0.5, heartbeat=1.0))
+        run.advance(3)
+
+        def load_again() -> None:
+            usual = run.snapshot
+
+            def snapshot():
+                run.snapshot = usual
+                run.say("said while it was loaded")
+                return usual()
+
+            run.snapshot = snapshot
+            run.feed.put("reset", {})
+
+        with PageServer(run) as server:
+            page = open_page(server.url)
+            drawn(page, 2)
+            server.do(load_again)
+            page.get_by_text("said while it was loaded").wait_for()
+            server.do(run.say, "the last line")
+            page.get_by_text("the last line").wait_for()
+            assert page.get_by_text("said while it was loaded").count() == 1
+            server.do(run.end)
+
     def test_the_end_is_shown_though_the_server_closes(self, run, server, open_page):
         page = open_page(server.url)
         drawn(page, 59)
@@ -390,7 +415,9 @@ class TestLooks:
         run = SyntheticRun(pace=QUICK)
         run.advance(3)
         ranks, pipeline = run.ranks(), run.state()["pipeline"]
-        spans = [{"action": f"0F{number}", "start": number / 1e3, "end": (number + 1) / 1e3} for number in range(200_000)]
+        spans = [
+            {"action": f"0F{number}", "start": number / 1e3, "end": (number + 1) / 1e3} for number in range(200_000)
+        ]
         run.ranks = lambda: ranks
         run.mesh = dict.fromkeys(("dp", "tp", "pp"), 1_000_000)
         run._pipeline = {**pipeline, "measured": [spans]}
