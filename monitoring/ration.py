@@ -29,6 +29,8 @@ class Ration:
     def spent(self) -> Iterator[None]:
         """Around the work."""
         started = self._processor()
-        yield
-        took = self._processor() - started
-        self._next = self._clock() + max(self._pause, took / self._share)
+        try:
+            yield
+        finally:  # what fails may have taken long, too
+            took = self._processor() - started
+            self._next = self._clock() + max(self._pause, took / self._share)

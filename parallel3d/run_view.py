@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from monitoring.device_peaks import peak_flops
+from monitoring.device_peaks import utilization
 from monitoring.events import Event
-from monitoring.facts import RankFacts, RunFacts
+from monitoring.observations import StepTimes
 from monitoring.observer import Observer
 from monitoring.ration import Ration
 from monitoring.totals import WARM_UP
@@ -97,7 +97,8 @@ class RunView:
         }
 
     def _totals(self) -> Json:
-        observer = self._observer
+        observer, facts = self._observer, self._observer.facts
+        devices = (rank.device for rank in observer.ranks.values())
         counted = self._warm_up.counted(observer)
         rate = counted.tokens / counted.seconds if counted.seconds > 0 else 0.0
         return {
@@ -105,7 +106,7 @@ class RunView:
             "tokens": observer.num_tokens,
             "tokens_per_second": rate,
             "step_seconds": counted.seconds / counted.num_steps if counted.num_steps else None,
-            "mfu": _utilization(observer.facts, observer.ranks, rate),
+            "mfu": utilization(devices, facts.world_size, facts.precision, rate * facts.flops_per_token),
             "final_loss": observer.steps[-1].loss if observer.steps else None,
         }
 
@@ -151,15 +152,6 @@ def _rank(observer: Observer, rank: int) -> Json:
     }
 
 
-def _utilization(facts: RunFacts, ranks: Mapping[int, RankFacts], tokens_per_second: float) -> float | None:
-    """The share of what the devices could compute at most; None where that is not known."""
-    peaks = [peak_flops(rank.device, facts.precision) for rank in ranks.values()]
-    known = [peak for peak in peaks if peak is not None]
-    if len(known) < facts.world_size or not facts.flops_per_token:
-        return None
-    return tokens_per_second * facts.flops_per_token / sum(known)
-
-
 class _Sums(NamedTuple):
     """Of some steps."""
 
@@ -190,22 +182,22 @@ class _PipelineView:
 
     def __init__(self, ration: Ration) -> None:
         self._ration = ration
-        self._events: Mapping[int, list[Event]] | None = None
+        self._step: StepTimes | None = None
         self._shown: Json | None = None
 
     def of(self, observer: Observer) -> Json | None:
-        events = observer.last_pipeline
-        if observer.facts.pp == 1 or events is None or events is self._events or not self._ration.is_due:
+        step = observer.latest
+        if observer.facts.pp == 1 or step is None or step is self._step or not self._ration.is_due:
             return self._shown
         with self._ration.spent():
-            self._events, self._shown = events, _view(observer, events)
+            self._step, self._shown = step, _view(observer, observer.last_pipeline or {})
         return self._shown
 
 
 def _view(observer: Observer, events: Mapping[int, list[Event]]) -> Json | None:
     places = sorted((facts.place.pp, rank) for rank, facts in observer.ranks.items() if facts.place[:2] == (0, 0))
     columns = [events.get(rank, []) for _, rank in places]
-    if not all(columns):
+    if not columns or not all(columns):
         return None
     actions = tuple(tuple(parse_actions(event.action)[0] for event in column) for column in columns)
     times = [[(event.start, event.end, event.waited) for event in column] for column in columns]

@@ -50,11 +50,10 @@ def make_logger(
     *,
     tell: Tell | None = None,
     level: int = logging.INFO,
-    shown_from: int = logging.NOTSET,
     write: Callable[[str], object] | None = None,
 ) -> FilteringBoundLogger:
-    """tell: is given a copy of each record. shown_from: lines below that level are told only. write: a line's way out;
-    stderr, as it is at that moment, where none is given."""
+    """tell: is given a copy of each record. write: a line's way out; stderr, as it is at that moment, where none is
+    given."""
     steps: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -64,8 +63,6 @@ def make_logger(
     ]
     if tell is not None:
         steps.append(_Teller(tell))
-    if shown_from > level:
-        steps.append(_Gate(shown_from))
     steps += _renderers(form)
     wrapper = structlog.make_filtering_bound_logger(level)
     lines = structlog.wrap_logger(
@@ -120,18 +117,6 @@ class _Teller:
     def __call__(self, _: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         with suppress(Exception):
             self._tell(dict(event))
-        return event
-
-
-class _Gate:
-    """Shows lines from some level on."""
-
-    def __init__(self, shown_from: int) -> None:
-        self._shown_from = shown_from
-
-    def __call__(self, _: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        if logging.getLevelNamesMapping()[event["level"].upper()] < self._shown_from:
-            raise structlog.DropEvent
         return event
 
 

@@ -137,9 +137,6 @@ def test_levels_below_are_left_out():
 
     assert [line["event"] for line in json_of(log)] == ["b", "c"]
     assert [line["event"] for line in json_of(log, level=logging.DEBUG)] == ["a", "b", "c"]
-    told: list[dict] = []
-    assert [line["event"] for line in json_of(log, shown_from=logging.WARNING, tell=told.append)] == ["c"]
-    assert [line["event"] for line in told] == ["b", "c"]
 
 
 # Context.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from monitoring.ration import Ration
 
 
@@ -24,4 +26,14 @@ def test_what_took_nothing_is_due_after_the_pause():
         pass
     assert not ration.is_due
     now[0] = 1.0
+    assert ration.is_due
+
+
+def test_work_that_fails_is_not_due_again_at_once():
+    now, used = [100.0], iter([0.0, 0.5])
+    ration = Ration(0.1, clock=lambda: now[0], processor=lambda: next(used))
+    with pytest.raises(ZeroDivisionError), ration.spent():
+        raise ZeroDivisionError
+    assert not ration.is_due
+    now[0] += 5.1
     assert ration.is_due

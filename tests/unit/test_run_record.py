@@ -13,7 +13,7 @@ from monitoring.facts import RunFacts
 from monitoring.observer import Observer
 from monitoring.time_parts import NO_TIME, PARTS, TimeParts, mean_of
 from parallel3d.config import load_config
-from parallel3d.run_record import ModelFacts, RankTotals, RunError, RunRecord, Status, step_event
+from parallel3d.run_record import ModelFacts, RunError, RunRecord, Status, step_event
 from runtime.errors import Coords
 from tests.observed import Told, events_message
 
@@ -155,11 +155,6 @@ def test_messages_of_others_are_none_of_ours():
     record = record_of()
     assert record.take(0, {"kind": "loop_lag"}) is None
     assert record.malformed == 0
-
-
-def test_totals_survive_the_trip():
-    totals = RankTotals(Coords(1, 0, 1), 7, "cpu", 9)
-    assert RankTotals.from_wire(json.loads(json.dumps(totals.to_wire()))) == totals
 
 
 def test_an_error_names_its_rank():

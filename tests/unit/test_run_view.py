@@ -128,6 +128,16 @@ def test_a_dear_pipeline_is_drawn_less_often(observer):
     assert view.state()["pipeline"]["step"] == 1
 
 
+def test_the_same_step_is_not_drawn_again(observer, monkeypatch):
+    view, drawn = RunView(observer, Ration(float("inf"))), []
+    monkeypatch.setattr("parallel3d.run_view.pipeline_view", lambda step, *_: drawn.append(step) or {"step": step})
+    for step in range(2):
+        make_steps(observer, step, 1)
+        for _ in range(3):
+            assert view.state()["pipeline"] == {"step": step}
+    assert drawn == [0, 1]
+
+
 async def test_what_changes_goes_into_the_feed(observer):
     view = RunView(observer)
     start = view.feed.last_id
