@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 # 10^12 operations a second without sparsity: bfloat16 on tensor cores, and plain float32. From the makers' data sheets.
 _PEAKS: Mapping[str, Mapping[str, float]] = {
@@ -35,3 +35,9 @@ def peak_flops(device: str, precision: str) -> float | None:
             peak = peaks.get(precision)
             return None if peak is None else peak * 1e12
     return None
+
+
+def utilization(devices: Iterable[str], num_devices: int, precision: str, flops_a_second: float) -> float | None:
+    """The share of what all devices could compute at most; None where one of them or the model's cost is not known."""
+    peaks = [peak for device in devices if (peak := peak_flops(device, precision)) is not None]
+    return flops_a_second / sum(peaks) if len(peaks) >= num_devices and flops_a_second > 0 else None

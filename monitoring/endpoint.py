@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
-from monitoring.addresses import host_and_port, is_loopback
+from monitoring.addresses import host_and_port, is_every_address, is_loopback
 
 LEAST_TOKEN_CHARACTERS = 16
 _BACKLOG = 256  # more than scrape at a time, so that none is turned away while the thread waits for a core
@@ -60,7 +60,9 @@ class Endpoint:
         # By number: on a host whose localhost is an IPv6 address too, the two could differ in who listens.
         numeric = "127.0.0.1" if host == "localhost" else host
         family = socket.AF_INET6 if ":" in numeric else socket.AF_INET
-        listener = socket.create_server((numeric, port or 0), family=family, backlog=_BACKLOG)
+        # `::` means IPv4 too: others know this host by its name, which may be of either kind.
+        both = family == socket.AF_INET6 and is_every_address(numeric) and socket.has_dualstack_ipv6()
+        listener = socket.create_server((numeric, port or 0), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
         return Endpoint(listener, numeric, listener.getsockname()[1], token or new_token(), tls)
 
     @property

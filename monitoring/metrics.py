@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from typing import Any
 
 from prometheus_client.core import Metric
@@ -16,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from monitoring import loop_lag, traffic
 from monitoring.bottlenecks import KINDS
-from monitoring.device_peaks import peak_flops
+from monitoring.device_peaks import utilization
 from monitoring.loop_lag import LagHistogram
 from monitoring.metric_families import RUN_FAMILIES, histograms, number, numbers
 from monitoring.observations import Severity
@@ -27,6 +28,8 @@ STEP_BOUNDS = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, float("inf"),
 )  # fmt: skip
 """Seconds of a step: from a model of a test to one that fills a cluster."""
+
+_LATEST = 20  # steps that a device's utilization is of
 
 _numbers, _number, _histograms = (partial(each, RUN_FAMILIES) for each in (numbers, number, histograms))
 
@@ -89,13 +92,11 @@ class RunMetrics(Collector):
     def _utilization(self) -> float | None:
         """Over the latest steps; None where a device's peak, or the model's cost, is not known."""
         observer, facts = self._observer, self._observer.facts
-        peaks = [peak_flops(rank.device, facts.precision) for rank in observer.ranks.values()]
-        known = [peak for peak in peaks if peak is not None]
-        latest = list(observer.steps)[-20:]
-        seconds = sum(step.seconds for step in latest)
-        if len(known) < facts.world_size or not facts.flops_per_token or seconds <= 0:
-            return None
-        return sum(step.tokens for step in latest) / seconds * facts.flops_per_token / sum(known)
+        latest = list(islice(reversed(observer.steps), _LATEST))
+        seconds, tokens = sum(step.seconds for step in latest), sum(step.tokens for step in latest)
+        flops = tokens / seconds * facts.flops_per_token if seconds > 0 else 0.0
+        devices = (rank.device for rank in observer.ranks.values())
+        return utilization(devices, facts.world_size, facts.precision, flops)
 
     def _time(self) -> Iterator[Metric]:
         observer = self._observer

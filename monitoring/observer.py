@@ -21,6 +21,7 @@ from monitoring.events import ACTIONS, Event, unpack
 from monitoring.facts import Place, RankFacts, RunFacts
 from monitoring.loop_lag import LagHistogram
 from monitoring.observations import Bottleneck, StepTimes, Straggler, ToldStep, Window
+from monitoring.ration import Ration
 from monitoring.recent_lag import RecentLag
 from monitoring.stragglers import StragglerDetector
 from monitoring.summary import summarize
@@ -32,6 +33,8 @@ from monitoring.window import LatestSteps
 
 MOST_STEPS, MOST_LOGS = 10_000, 1000
 RULES_SECONDS = 1.0
+RULES_SHARE = 0.003
+"""Of a core that rules may take: they simulate pipelines, and ranks want the cores."""
 _MOST_AHEAD = 256  # steps whose parts are known before rank 0 has told of them
 _QUEUE_REPORTS = 20
 
@@ -93,7 +96,7 @@ class Observer:
         self._nonfinite_step: int | None = None
         self._window: Window | None = None
         self._latest_events: Mapping[int, Sequence[Event]] | None = None
-        self._looked = float("-inf")
+        self._rules = Ration(RULES_SHARE, RULES_SECONDS, clock)
         self._news: list[tuple[str, Any]] = []
         self._takers: dict[str, Callable[[int, Mapping[str, Any]], None]] = {
             "mesh": self._take_mesh,
@@ -295,7 +298,7 @@ class Observer:
         self._latest_events = events
         self._tell_parts(times)
         self._tell_changes("stragglers", _by_rank(named), _by_rank(self.stragglers))
-        if self._clock() - self._looked >= RULES_SECONDS:
+        if self._rules.is_due:
             self._look()
 
     def _tell_parts(self, times: StepTimes) -> None:
@@ -314,8 +317,8 @@ class Observer:
 
     def _look(self) -> None:
         before = {_identity(each): each for each in self.bottlenecks}
-        self.bottlenecks = self._find(self.window(), self.facts, self.ranks, self._planner)
-        self._looked = self._clock()
+        with self._rules.spent():
+            self.bottlenecks = self._find(self.window(), self.facts, self.ranks, self._planner)
         self._tell_changes("bottlenecks", before, {_identity(each): each for each in self.bottlenecks})
 
     def _tell_changes(self, kind: str, before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None:

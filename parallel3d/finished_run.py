@@ -5,26 +5,30 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from monitoring.report import Report, make_report
 from monitoring.time_parts import PARTS
 from monitoring.totals import WARM_UP
+from parallel3d.config.file import LARGEST_FILE, parse_yaml
+from parallel3d.foreign_files import open_regular, read_bounded
 from parallel3d.measured import Measured
 from parallel3d.pipeline_view import pipeline_view
 from parallel3d.run_record import Status
-from runtime.errors import Coords, InvalidCall, name_rank
+from runtime.errors import ConfigError, Coords, InvalidCall, name_rank
 
 KILLED = "killed"
 """The status of a run whose process is gone, but did not say so."""
 MOST_STEPS = 2000
 MOST_LOG_LINES = 1000
+_MOST_BYTES = 1 << 30  # of a JSON file: ten million steps
+_LONGEST_LINE = 1 << 20  # no message of a rank is longer than 64 KiB
+_LARGEST_NUMBER = 1e300  # so that their sums are numbers too
 _RANK_NUMBERS = (
     "parameters",
     "memory_bytes",
@@ -99,8 +103,9 @@ class FinishedRun:
         return _rows(told) if isinstance(told, list) else list(self.found.values())
 
     def setting(self, group: str, key: str) -> Any:
-        """Of the configuration as resolved; None where it is not known."""
-        return _objects(self.config.get(group)).get(key)
+        """Of the configuration as resolved: a number or a text; None where it is not known."""
+        value = _objects(self.config.get(group)).get(key)
+        return value if isinstance(value, str) else _number(value)
 
     def ranks(self) -> list[Json]:
         """In order; empty where the run did not come to its end."""
@@ -200,9 +205,9 @@ def read_run(folder: str | Path) -> FinishedRun:
     if not any((path / name).is_file() for name in ("events.jsonl", "metrics.json")):
         raise InvalidCall(f"{path} is no run's folder: it has neither events.jsonl nor metrics.json.")
     run = FinishedRun(path)
-    with suppress(OSError, ValueError, yaml.YAMLError, RecursionError):
-        run.config_text = (path / "config.yaml").read_text(encoding="utf-8")
-        run.config = _objects(yaml.safe_load(run.config_text))
+    with suppress(OSError, ValueError, ConfigError):
+        run.config_text = read_bounded(path / "config.yaml", LARGEST_FILE).decode()
+        run.config = _objects(parse_yaml(run.config_text, "config.yaml")[0].plain())
     run.metrics, run.endpoints = _read_json(path / "metrics.json"), _read_json(path / "endpoints.json")
     _read_events(run)
     if not run.steps:
@@ -212,13 +217,14 @@ def read_run(folder: str | Path) -> FinishedRun:
 
 def _read_json(path: Path) -> Json:
     with suppress(OSError, ValueError, RecursionError):
-        return _objects(json.loads(path.read_bytes()))
+        return _objects(json.loads(read_bounded(path, _MOST_BYTES)))
     return {}
 
 
 def _read_events(run: FinishedRun) -> None:
     parts: dict[int, dict[str, float]] = {}
     steps: dict[int, Json] = {}
+    log: deque[Json] = deque(maxlen=MOST_LOG_LINES)
     for line in _lines(run.folder / "events.jsonl"):
         if run.first_time is None:
             run.first_time = _number(line.get("time"))
@@ -230,17 +236,17 @@ def _read_events(run: FinishedRun) -> None:
             case {"kind": "bottleneck"}:
                 _note_bottleneck(run, line)
             case {"kind": "log"}:
-                run.log.append({key: value for key, value in line.items() if key != "kind"})
+                log.append({key: value for key, value in line.items() if key != "kind"})
             case {"kind": str(kind)}:
                 run.marks[kind] = line
     run.steps = [{**steps[step], "parts": parts.get(step)} for step in sorted(steps)]
-    del run.log[:-MOST_LOG_LINES]
+    run.log = list(log)
 
 
 def _lines(path: Path) -> Iterator[Json]:
     """What is whole: the last line of a run that was killed may not be."""
-    with suppress(OSError), path.open("rb") as file:
-        for line in file:
+    with suppress(OSError), open_regular(path) as file:
+        while line := file.readline(_LONGEST_LINE):
             with suppress(ValueError, RecursionError):
                 yield _objects(json.loads(line))
 
@@ -294,7 +300,7 @@ def _error(found: Json) -> Json:
 
 
 def _number(value: Any) -> Any:
-    return value if type(value) in (int, float) and math.isfinite(value) else None
+    return value if type(value) in (int, float) and abs(value) < _LARGEST_NUMBER else None
 
 
 def _objects(value: Any) -> Json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _LOOK_SECONDS = 1.0
+_MOST_OF_THE_TIME = 0.05
+"""That reading may take: the file of a long run is read less often, as its ranks need the cores."""
 _FILES = ("events.jsonl", "metrics.json")
 _WITH_HISTORY = ("steps", "log")
 
@@ -22,8 +25,13 @@ _WITH_HISTORY = ("steps", "log")
 class FolderView:
     """The source of a page. Raises InvalidCall where the folder is no run's."""
 
-    def __init__(self, folder: Path, load: Callable[[Path], dict[str, Any]] = load_run) -> None:
-        self._folder, self._load = folder, load
+    def __init__(
+        self,
+        folder: Path,
+        load: Callable[[Path], dict[str, Any]] = load_run,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._folder, self._load, self._clock = folder, load, clock
         self._seen = self._stamps()
         self._run = load(folder)
         self._feed = Feed(self.state)
@@ -46,9 +54,12 @@ class FolderView:
 
     async def watch(self, seconds: float = _LOOK_SECONDS) -> None:
         """Until the run has ended: whoever looks at it loads what is new."""
+        pause = seconds
         while self.is_live:
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(pause)
+            began = self._clock()
             await self.refresh()
+            pause = max(seconds, (self._clock() - began) / _MOST_OF_THE_TIME)
         self._feed.close()
 
     async def refresh(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 import zlib
@@ -14,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from parallel3d.foreign_files import unzip_bounded
 from parallel3d.schedules.actions import Action, Kind, parse_actions, send_of
 from parallel3d.schedules.table import Table
 from parallel3d.simulation import Costs, Simulation, simulate
@@ -23,6 +23,7 @@ Moments = tuple[tuple[float, ...], ...]
 """A column a rank, in seconds."""
 _LATE = 0.1  # of the action's own planned time: what is within that is noise
 _LEAST = 0.0005  # seconds that count as late
+_MOST_TRACE_BYTES = 256 << 20  # unzipped: some steps of hundreds of ranks
 
 
 class Why(StrEnum):
@@ -204,7 +205,7 @@ class Measured:
     def last_of_run(cls, folder: str | Path) -> tuple[int, Measured]:
         """The last step that a run's folder holds, and its number; in the first replica's pipeline."""
         try:
-            return _of_trace(json.loads(gzip.decompress(Path(folder, "trace.json.gz").read_bytes())))
+            return _of_trace(json.loads(unzip_bounded(Path(folder, "trace.json.gz"), _MOST_TRACE_BYTES)))
         except (OSError, EOFError, ValueError, KeyError, TypeError, InvalidCall, zlib.error) as error:
             raise InvalidCall(f"{folder} holds no measured step: {error}") from error
 

@@ -6,6 +6,7 @@ import errno
 import os
 import ssl
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -88,3 +89,12 @@ def endpoints(run_id: str, endpoint: Endpoint | None, per_rank: bool = False) ->
             "token": endpoint.token,
         }
     return known
+
+
+def page_to_show(known: Mapping[str, Any], config: RunConfig) -> str | None:
+    """The page's address for stderr, which often goes into files that others read: without a token that outlives the
+    run. None where there is no page."""
+    page: str | None = known.get("page")
+    if page is None or config.monitoring.token_file is None:
+        return page
+    return f"{page.partition('?')[0]} (with its token: in endpoints.json)"

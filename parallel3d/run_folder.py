@@ -24,6 +24,8 @@ from parallel3d.run_report import to_page
 from runtime.threads import DaemonThreads
 
 RUNS = "runs"
+_MOST_WAITING = 20_000
+"""Lines that a slow disk has not taken yet: then log lines are left out, of which ranks may write any number."""
 _LETTERS = "abcdefghijkmnpqrstuvwxyz"  # without those that look like digits
 _random = random.SystemRandom()  # a seed that the user's program has set must not give the same id twice
 
@@ -63,6 +65,8 @@ class RunFolder:
         self._thread = DaemonThreads("parallel3d-run-folder", limit=1)
         self._error: OSError | None = None
         self._events: int | None = None
+        self.num_left_out = 0
+        """Log lines."""
 
     @staticmethod
     def create(
@@ -111,6 +115,8 @@ class RunFolder:
         """What an observer has found, from any thread: `parts` of a step, log lines, and which ranks are slow and what
         else costs time, as it comes and goes."""
         match kind:
+            case "log" if self._thread.num_unfinished >= _MOST_WAITING:
+                self.num_left_out += 1
             case "parts" | "log":
                 self.event(kind, **payload)
             case "stragglers":
@@ -130,15 +136,8 @@ class RunFolder:
 
     # When it has ended.
 
-    async def complete(
-        self,
-        record: RunRecord,
-        spans: Mapping[int, list[Span]] | None = None,
-        observed: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Write what a run leaves. `spans`: of each rank; None: what ranks have left in this folder. `observed`: the
-        summary of the run's observer; None: what the record has."""
-        record.observed = record.observed if observed is None else observed
+    async def complete(self, record: RunRecord, spans: Mapping[int, list[Span]] | None = None) -> None:
+        """Write what a run leaves. `spans`: of each rank; None: what ranks have left in this folder."""
         ending = self._thread.submit(self._complete, record, spans)
         self._thread.stop()
         await asyncio.shield(asyncio.wrap_future(ending))

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from monitoring.checks import number, or_null, text, whole_number
-from monitoring.device_peaks import peak_flops
+from monitoring.device_peaks import utilization
 from monitoring.time_parts import NO_TIME, TimeParts
 from monitoring.totals import WARM_UP
 from parallel3d.config import RunConfig
@@ -192,12 +192,9 @@ class RunRecord:
 
     def mfu(self, tokens_per_second: float) -> float | None:
         """The share of what the devices could compute at most; None where that is not known."""
-        precision = self.config.train.precision
-        peaks = [peak_flops(totals.device, precision) for totals in self.ranks.values()]
-        known = [peak for peak in peaks if peak is not None]
-        if len(known) < self.config.world_size or not self.facts.flops_per_token:
-            return None
-        return tokens_per_second * self.facts.flops_per_token / sum(known)
+        devices = (totals.device for totals in self.ranks.values())
+        flops = tokens_per_second * self.facts.flops_per_token
+        return utilization(devices, self.config.world_size, self.config.train.precision, flops)
 
     def name(self, rank: int) -> str:
         totals = self.ranks.get(rank)

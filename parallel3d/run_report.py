@@ -14,7 +14,7 @@ from parallel3d.drawing.lanes import lanes_of, lanes_of_measured
 from parallel3d.drawing.picture import draw
 from parallel3d.drawing.svg import to_svg
 from parallel3d.drawing.words import count, percent, plain
-from parallel3d.finished_run import FinishedRun, rank_name
+from parallel3d.finished_run import MOST_STEPS, FinishedRun, rank_name, thinned
 from parallel3d.measured import compare
 from parallel3d.report_words import WHOLE, facts, milliseconds, remedy, show_bytes
 from parallel3d.run_report_style import COLOURS, STYLE
@@ -72,7 +72,7 @@ def _charts(run: FinishedRun) -> str:
         for step in run.steps
         if step["tokens"] is not None and (step["seconds"] or 0) > 0
     ]
-    known = [step for step in run.counted if step["parts"] is not None]
+    known = thinned([step for step in run.counted if step["parts"] is not None], MOST_STEPS)
     layers = {part: (COLOURS[part], [1e3 * step["parts"][part] for step in known]) for part in PARTS}
     charts = (
         line_chart("Loss", "mean of the batch", loss),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from monitoring.device_peaks import peak_flops
+from monitoring.device_peaks import utilization
 from monitoring.events import Event
-from monitoring.facts import RankFacts, RunFacts
+from monitoring.observations import StepTimes
 from monitoring.observer import Observer
+from monitoring.ration import Ration
 from monitoring.totals import WARM_UP
 from parallel3d.finished_run import MOST_STEPS, thinned
 from parallel3d.measured import Measured
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from monitoring.station import Station
 
 Json = dict[str, Any]
-_MOST_OF_THE_TIME = 0.05
-"""That drawing pipelines may take: a large one is simulated less often than twice a second."""
+_PIPELINE_SHARE = 0.005
+"""Of a core that drawing pipelines may take: a large one is simulated less often than twice a second."""
 
 
 def page_of(station: Station, observer: Observer) -> list[web.RouteDef]:
@@ -42,13 +42,13 @@ def page_of(station: Station, observer: Observer) -> list[web.RouteDef]:
 class RunView:
     """The source of a live page. It is of the observer's thread."""
 
-    def __init__(self, observer: Observer, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, observer: Observer, ration: Ration | None = None) -> None:
         from monitoring.page import Feed
 
         self._observer = observer
         self._status, self._error = str(Status.RUNNING), ""
         self._feed = Feed(self.state)
-        self._pipeline = _PipelineView(clock)
+        self._pipeline = _PipelineView(ration or Ration(_PIPELINE_SHARE))
         self._warm_up = _WarmUp()
         for step in observer.steps:
             self._warm_up.add(step.tokens, step.seconds)
@@ -97,7 +97,8 @@ class RunView:
         }
 
     def _totals(self) -> Json:
-        observer = self._observer
+        observer, facts = self._observer, self._observer.facts
+        devices = (rank.device for rank in observer.ranks.values())
         counted = self._warm_up.counted(observer)
         rate = counted.tokens / counted.seconds if counted.seconds > 0 else 0.0
         return {
@@ -105,7 +106,7 @@ class RunView:
             "tokens": observer.num_tokens,
             "tokens_per_second": rate,
             "step_seconds": counted.seconds / counted.num_steps if counted.num_steps else None,
-            "mfu": _utilization(observer.facts, observer.ranks, rate),
+            "mfu": utilization(devices, facts.world_size, facts.precision, rate * facts.flops_per_token),
             "final_loss": observer.steps[-1].loss if observer.steps else None,
         }
 
@@ -151,15 +152,6 @@ def _rank(observer: Observer, rank: int) -> Json:
     }
 
 
-def _utilization(facts: RunFacts, ranks: Mapping[int, RankFacts], tokens_per_second: float) -> float | None:
-    """The share of what the devices could compute at most; None where that is not known."""
-    peaks = [peak_flops(rank.device, facts.precision) for rank in ranks.values()]
-    known = [peak for peak in peaks if peak is not None]
-    if len(known) < facts.world_size or not facts.flops_per_token:
-        return None
-    return tokens_per_second * facts.flops_per_token / sum(known)
-
-
 class _Sums(NamedTuple):
     """Of some steps."""
 
@@ -188,27 +180,24 @@ class _WarmUp:
 class _PipelineView:
     """The latest step of the first replica's pipeline, planned and measured; made anew where that is not too dear."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._events: Mapping[int, list[Event]] | None = None
+    def __init__(self, ration: Ration) -> None:
+        self._ration = ration
+        self._step: StepTimes | None = None
         self._shown: Json | None = None
-        self._next = float("-inf")
 
     def of(self, observer: Observer) -> Json | None:
-        events = observer.last_pipeline
-        if observer.facts.pp == 1 or events is None or events is self._events or self._clock() < self._next:
+        step = observer.latest
+        if observer.facts.pp == 1 or step is None or step is self._step or not self._ration.is_due:
             return self._shown
-        started = self._clock()
-        self._events, self._shown = events, _view(observer, events)
-        took = self._clock() - started
-        self._next = started + took / _MOST_OF_THE_TIME
+        with self._ration.spent():
+            self._step, self._shown = step, _view(observer, observer.last_pipeline or {})
         return self._shown
 
 
 def _view(observer: Observer, events: Mapping[int, list[Event]]) -> Json | None:
     places = sorted((facts.place.pp, rank) for rank, facts in observer.ranks.items() if facts.place[:2] == (0, 0))
     columns = [events.get(rank, []) for _, rank in places]
-    if not all(columns):
+    if not columns or not all(columns):
         return None
     actions = tuple(tuple(parse_actions(event.action)[0] for event in column) for column in columns)
     times = [[(event.start, event.end, event.waited) for event in column] for column in columns]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from monitoring.endpoint import Endpoint
 from monitoring.facts import RunFacts
+from monitoring.service import complain
 from monitoring.trace import Span
 from monitoring.watch import open_station
 from parallel3d import __version__
@@ -57,8 +57,12 @@ class RunWatch:
         """The record then has all that was observed, and the page how the run ended."""
         record = self._record
         self._station.set_status(record.status, record.error.message if record.error is not None else "")
-        with suppress(TimeoutError):
+        try:
             record.observed = await asyncio.wait_for(self._station.settle(self._conclude), SETTLE_SECONDS)
+        except TimeoutError:
+            pass
+        except Exception:  # a bug of ours, or a rule's: the folder has all the rest
+            complain()
 
     def _conclude(self) -> dict[str, Any]:
         self._observer.finish()

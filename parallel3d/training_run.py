@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -131,8 +132,12 @@ class Run:
         if self._task is not None:
             raise InvalidCall("this run was entered before; make a new one with parallel3d.start(...).")
         self._endpoint = self._open_endpoint()
-        # By this very thread: ranks end when the one that has started them does.
-        warm = self._warm or warm_up_for(self.config)
+        try:
+            # By this very thread: ranks end when the one that has started them does.
+            warm = self._warm or warm_up_for(self.config)
+        except BaseException:
+            self._close_endpoint()
+            raise
         try:
             spec = self._spec()
             logs = prepare(spec)
@@ -148,21 +153,33 @@ class Run:
         folder = str(self._folder.path.resolve())
         spec = replace(spec, target=replace(spec.target, args=(*spec.target.args, folder)))
         try:
+            if self.config.monitoring.enabled:
+                self._watch = RunWatch(self.record, self._folder, self._endpoint)
             self._launch = Launch(start_launch(spec, logs, warm), self._on_message)
             self._launch.begin()
-        except BaseException:
-            self._close_endpoint()
+        except BaseException as error:
+            await self._give_up(warm, error)
             raise
-        if self.config.monitoring.enabled:
-            self._watch = RunWatch(self.record, self._folder, self._endpoint)
         self._folder.event("started", run_id=self.run_id, world_size=self.config.world_size, pid=os.getpid())
         self._task = asyncio.create_task(self._supervise(), name=f"run {self.run_id}")
         self._task.add_done_callback(lambda _: self._news.set())
         return self
 
+    async def _give_up(self, warm: WarmServer, error: BaseException) -> None:
+        """No rank was started: the folder tells why, and nobody is answered."""
+        self._fail(RunError(f"the run could not be started: {error}"))
+        try:
+            await complete(self._folder, self.record, self._watch)
+        finally:
+            self._close_endpoint()
+            with suppress(OSError):  # of a full disk, which was told
+                self._folder.write_endpoints(self.endpoints)
+            await asyncio.shield(asyncio.to_thread(warm.discard))
+
     def _close_endpoint(self) -> None:
         if self._endpoint is not None:
             self._endpoint.close()
+            self._endpoint = None
 
     async def _check(self) -> ModelFacts:
         """In a thread that no program waits for: a factory of the user's may take its time."""

@@ -52,6 +52,11 @@ class DaemonThreads:
             threading.Thread(target=self._serve, name=self._name, daemon=True).start()
         return future
 
+    @property
+    def num_unfinished(self) -> int:
+        """Calls that wait or run."""
+        return self._num_unfinished
+
     def _finished_one(self) -> None:
         with self._lock:
             self._num_unfinished -= 1

@@ -9,10 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -34,10 +31,9 @@ async def take_turns(rounds: int, folder: Path) -> dict[str, list[float]]:
     control = rank_control()
     assert control is not None
     owner = SupervisorOwner(control)
-    unwatched = config.model_copy(update={"monitoring": config.monitoring.model_copy(update={"enabled": False})})
     try:
-        async with Coordinator.from_config(config) as watched, Coordinator.from_config(unwatched) as plain:
-            turns = Turns({"off": plain, "on": watched, "asked": watched}, owner, batch_of(watched))
+        async with Coordinator.from_config(config) as coordinator:
+            turns = Turns(coordinator, owner)
             await turns.warm_up()
             return await turns.take(rounds)
     finally:
@@ -51,27 +47,41 @@ def batch_of(coordinator: Coordinator) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, targets
 
 
+class Switch:
+    """Turns recording off and on as `monitoring.enabled` does, in one coordinator: two would have their weights in
+    different places, and one of them may be faster by more than what is measured here."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator, self._recorder = coordinator, coordinator.recorder
+        table = coordinator._part.blueprint.table
+        self._executors = {True: coordinator._executor, False: coordinator._make_executor(table)}
+
+    def turn(self, on: bool) -> None:
+        coordinator, recorder = self._coordinator, self._recorder if on else None
+        coordinator._executor = self._executors[on]
+        coordinator.recorder = coordinator._events.recorder = coordinator.mesh.collectives.events_into = recorder
+
+
 class Turns:
     """The same steps, watched and not."""
 
-    def __init__(self, coordinators: Mapping[str, Coordinator], owner: SupervisorOwner, batch: Any) -> None:
-        self._coordinators, self._owner, self._batch = coordinators, owner, batch
-        self._steps = {
-            name: Steps(each, owner, LastSteps(each.mesh, each.recorder)) for name, each in coordinators.items()
-        }
-        self._mesh = coordinators["off"].mesh
+    def __init__(self, coordinator: Coordinator, owner: SupervisorOwner) -> None:
+        self._coordinator, self._mesh, self._owner = coordinator, coordinator.mesh, owner
+        self._switch, self._batch = Switch(coordinator), batch_of(coordinator)
+        self._steps = Steps(coordinator, owner, LastSteps(coordinator.mesh, coordinator.recorder))
 
     async def warm_up(self) -> None:
         """The first steps load what torch loads late; then as many a turn as take about its time."""
-        self._owner.send("ready", **facts_of(self._coordinators["on"]))
-        for coordinator in dict.fromkeys(self._coordinators.values()):
+        self._owner.send("ready", **facts_of(self._coordinator))
+        for on in (True, False):
+            self._switch.turn(on)
             for _ in range(5):
-                await coordinator.train_step(self._batch)
+                await self._coordinator.train_step(self._batch)
         start = time.perf_counter()
         for _ in range(5):
-            await self._coordinators["off"].train_step(self._batch)
+            await self._coordinator.train_step(self._batch)
         num = torch.tensor([_TURN_SECONDS / ((time.perf_counter() - start) / 5)])
-        self._num_steps = _SETTLING + int(await self._mesh.world.broadcast(num, root=0))
+        self._num_steps = _SETTLING + max(1, int(await self._mesh.world.broadcast(num, root=0)))
 
     async def take(self, rounds: int) -> dict[str, list[float]]:
         seconds: dict[str, list[float]] = {name: [] for name in TURNS}
@@ -81,14 +91,14 @@ class Turns:
         return seconds
 
     async def _turn(self, name: str) -> float:
-        coordinator, steps = self._coordinators[name], self._steps[name]
+        self._switch.turn(name != "off")
         if self._mesh.rank == 0:
             self._owner.send("turn", name=name)
-        with sending_events(coordinator, self._owner) if name != "off" else nullcontext():
+        with sending_events(self._coordinator, self._owner):
             for number in range(self._num_steps):
                 if number == _SETTLING:
                     start = time.perf_counter()
-                steps.made(await coordinator.train_step(self._batch))
+                await self._steps.make(self._batch)
             return (time.perf_counter() - start) / (self._num_steps - _SETTLING)
 
 

@@ -24,14 +24,18 @@ RUN pip install --no-cache-dir . --extra-index-url https://download.pytorch.org/
 
 def prometheus(setup: Setup) -> dict[str, Any]:
     """prometheus.yml."""
+    access = _access(setup.target)
     run: dict[str, Any] = {
         "job_name": TAG,
-        **_access(setup.target),
+        **({"scheme": "https"} if setup.target.tls else {}),
+        **access,
         "static_configs": [{"targets": [setup.target.address]}],
     }
+    # Ranks ask for what the run asks for; by which scheme, the list tells of each.
     ranks = {
         "job_name": f"{TAG}-ranks",
-        "http_sd_configs": [{"url": f"{setup.target.url}/sd", "refresh_interval": "30s", **_access(setup.target)}],
+        **access,
+        "http_sd_configs": [{"url": f"{setup.target.url}/sd", "refresh_interval": "30s", **access}],
     }
     return {
         "global": {"scrape_interval": f"{setup.interval}s", "evaluation_interval": f"{setup.interval}s"},
@@ -42,7 +46,7 @@ def prometheus(setup: Setup) -> dict[str, Any]:
 
 def _access(target: Target) -> dict[str, Any]:
     """What `/metrics` asks for where it is not on loopback."""
-    access: dict[str, Any] = {"scheme": "https"} if target.tls else {}
+    access: dict[str, Any] = {}
     if target.token_file is not None:
         access["authorization"] = {"type": "Bearer", "credentials_file": target.token_file}
     if target.ca_file is not None:

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 from monitoring.page.plain_json import to_text
 
 CAPACITY = 4096
-"""Messages that a browser may have missed; some MB at most."""
+"""Messages that a browser may have missed."""
+MOST_LETTERS = 8 << 20
+"""Of all of them: lines of a log may be long."""
 _RETRY = "retry: 1000\n\n"  # milliseconds until a browser tries again
 _HEARTBEAT = ": still here\n\n"  # how a connection that is gone is noticed
 
@@ -34,12 +36,18 @@ class Feed:
     """Of one run. `state` gives what has no history: it is asked for only while somebody reads."""
 
     def __init__(
-        self, state: Callable[[], Mapping[str, Any]], *, capacity: int = CAPACITY, pace: Pace | None = None
+        self,
+        state: Callable[[], Mapping[str, Any]],
+        *,
+        capacity: int = CAPACITY,
+        most_letters: int = MOST_LETTERS,
+        pace: Pace | None = None,
     ) -> None:
         self._state, self._pace = state, pace or Pace()
         self._name = secrets.token_hex(4)  # numbers of another process's feed mean nothing here
-        self._messages: deque[tuple[str, str]] = deque(maxlen=capacity)
-        self._count = 0
+        self._messages: deque[tuple[str, str]] = deque()
+        self._capacity, self._most_letters = capacity, most_letters
+        self._count = self._num_letters = 0
         self._version = 0
         self._made: _State | None = None
         self._readers: set[asyncio.Event] = set()
@@ -49,8 +57,12 @@ class Feed:
 
     def put(self, kind: str, payload: Mapping[str, Any]) -> None:
         """One more step, or line of the log."""
-        self._messages.append((kind, to_text(payload)))
+        text = to_text(payload)
+        self._messages.append((kind, text))
         self._count += 1
+        self._num_letters += len(text)
+        while len(self._messages) > self._capacity or self._num_letters > self._most_letters:
+            self._num_letters -= len(self._messages.popleft()[1])
         self._wake()
 
     def changed(self) -> None:

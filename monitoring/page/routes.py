@@ -55,7 +55,7 @@ def page_routes(source: Source) -> list[web.RouteDef]:
         web.get("/", page.index),
         web.get("/static/{name}", page.static),
         web.get("/api/run", page.run),
-        web.get("/api/stream", page.stream),
+        web.get("/api/stream", page.stream, allow_head=False),  # it would get the endless body
     ]
 
 

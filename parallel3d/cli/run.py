@@ -124,6 +124,7 @@ def _train(
 async def _watch(training: Run) -> None:
     import asyncio
 
+    from parallel3d.run_endpoint import page_to_show
     from runtime.errors import RunFailed
 
     loop = asyncio.get_running_loop()
@@ -140,8 +141,8 @@ async def _watch(training: Run) -> None:
                     continue  # nohup
                 loop.add_signal_handler(number, interrupt, number)
             print(f"run {training.run_id}: {training.folder}/", file=sys.stderr, flush=True)
-            if "page" in training.endpoints:
-                print(f"page: {training.endpoints['page']}", file=sys.stderr, flush=True)
+            if (page := page_to_show(training.endpoints, training.config)) is not None:
+                print(f"page: {page}", file=sys.stderr, flush=True)
             await training.summary()
     except RunFailed:
         pass  # told below, with all that is known

@@ -16,7 +16,7 @@ from parallel3d.before_start import check_before_start
 from parallel3d.cli.run_text import LiveLine, say_summary
 from parallel3d.cli.validate import EXIT_BAD_CONFIG
 from parallel3d.config import RunConfig, load_config, locate
-from parallel3d.run_endpoint import endpoints, open_endpoint
+from parallel3d.run_endpoint import endpoints, open_endpoint, page_to_show
 from parallel3d.run_folder import RunFolder, check_run_dir, new_run_id
 from parallel3d.run_record import RunRecord, RunStep, Status
 from parallel3d.run_watch import RunWatch
@@ -87,6 +87,6 @@ def _make_folder(config: RunConfig, place: str, endpoint: Endpoint | None) -> Ru
             endpoint.close()
         raise
     print(f"run {run_id}: {folder.path}/", file=sys.stderr, flush=True)
-    if "page" in known:
-        print(f"page: {known['page']}", file=sys.stderr, flush=True)
+    if (page := page_to_show(known, config)) is not None:
+        print(f"page: {page}", file=sys.stderr, flush=True)
     return folder

@@ -219,6 +219,31 @@ class TestStream:
             assert value(page, "loss") == other.steps[-1]["loss"]
             second.do(other.end)
 
+    def test_a_line_that_comes_with_what_is_loaded_anew_is_shown_once(self, open_page):
+        run = SyntheticRun(pace=Pace(messages=0.5, state=0.5, heartbeat=1.0))
+        run.advance(3)
+
+        def load_again() -> None:
+            usual = run.snapshot
+
+            def snapshot():
+                run.snapshot = usual
+                run.say("said while it was loaded")
+                return usual()
+
+            run.snapshot = snapshot
+            run.feed.put("reset", {})
+
+        with PageServer(run) as server:
+            page = open_page(server.url)
+            drawn(page, 2)
+            server.do(load_again)
+            page.get_by_text("said while it was loaded").wait_for()
+            server.do(run.say, "the last line")
+            page.get_by_text("the last line").wait_for()
+            assert page.get_by_text("said while it was loaded").count() == 1
+            server.do(run.end)
+
     def test_the_end_is_shown_though_the_server_closes(self, run, server, open_page):
         page = open_page(server.url)
         drawn(page, 59)
@@ -384,6 +409,23 @@ class TestLooks:
             drawn(page, 1999)
             assert page.locator("#mesh button").count() == 512
             assert page.locator("#mesh .straggler").get_attribute("data-rank") == "200"
+            server.do(run.end)
+
+    def test_a_run_that_no_browser_could_draw_whole_is_shown_all_the_same(self, open_page):
+        run = SyntheticRun(pace=QUICK)
+        run.advance(3)
+        ranks, pipeline = run.ranks(), run.state()["pipeline"]
+        spans = [
+            {"action": f"0F{number}", "start": number / 1e3, "end": (number + 1) / 1e3} for number in range(200_000)
+        ]
+        run.ranks = lambda: ranks
+        run.mesh = dict.fromkeys(("dp", "tp", "pp"), 1_000_000)
+        run._pipeline = {**pipeline, "measured": [spans]}
+        with PageServer(run) as server:
+            page = open_page(server.url)
+            drawn(page, 2)
+            page.get_by_text("too many ranks to be drawn").wait_for()
+            assert "3 min 20 s" in page.locator('[data-bubble="measured"]').text_content()
             server.do(run.end)
 
 

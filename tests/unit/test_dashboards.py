@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import trustme
 import yaml
 
 from monitoring.dashboards import Setup, Target, files_for, write_files
@@ -190,6 +191,16 @@ def test_promtool_finds_nothing_wrong(setup, tmp_path):
 
 
 @needs_prometheus
+def test_prometheus_takes_the_configuration_for_ranks_that_are_elsewhere(tmp_path):
+    trustme.CA().cert_pem.write_to_path(tmp_path / "ca.pem")
+    (tmp_path / "token").write_text("a-token-of-16-characters")
+    away = Target("node1", 443, tls=True, token_file=str(tmp_path / "token"), ca_file=str(tmp_path / "ca.pem"))
+    write_files(tmp_path, files_for(Setup(dp=2, target=away, per_rank=True)))
+    done = promtool("check", "config", "prometheus/prometheus.yml", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_prometheus
 def test_alerts_fire_when_they_should_and_only_then(tmp_path):
     write_files(tmp_path, files_for(SETUP))
     (tmp_path / "prometheus" / "cases.yml").write_text(ALERT_CASES.read_text())
@@ -221,14 +232,14 @@ def test_prometheus_asks_the_run_and_with_its_token_where_it_is_elsewhere():
     ]
     away = Setup(target=Target("node1", 443, tls=True, token_file="/t", ca_file="/c"), per_rank=True)
     access = {
-        "scheme": "https",
         "authorization": {"type": "Bearer", "credentials_file": "/t"},
         "tls_config": {"ca_file": "/c"},
     }
     assert as_yaml("prometheus/prometheus.yml", away)["scrape_configs"] == [
-        {"job_name": "parallel3d", **access, "static_configs": [{"targets": ["node1:443"]}]},
+        {"job_name": "parallel3d", "scheme": "https", **access, "static_configs": [{"targets": ["node1:443"]}]},
         {
             "job_name": "parallel3d-ranks",
+            **access,
             "http_sd_configs": [{"url": "https://node1:443/sd", "refresh_interval": "30s", **access}],
         },
     ]

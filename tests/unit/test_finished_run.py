@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import time
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from parallel3d.finished_run import load_run, read_run, thinned
+from parallel3d.measured import Measured
 from parallel3d.run_report import to_page
 from runtime.errors import InvalidCall
 from tests.run_folders import BOTTLENECK, RUN_ID, STARTED, events, kill, metrics, parts_of, write_events, write_run
@@ -176,3 +178,58 @@ def test_rubbish_for_files(tmp_path):
         (tmp_path / name).write_bytes(b"\xff{[" * 100)
     found = load_run(tmp_path)
     assert (found["run"]["status"], found["steps"], found["ranks"]) == ("killed", [], [])
+
+
+# A folder that somebody made to do harm.
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.json", "events.jsonl", "trace.json.gz", "endpoints.json"])
+@pytest.mark.parametrize("kind", ["a pipe that nobody writes", "a device without an end"])
+def test_only_files_are_read(tmp_path, name, kind):
+    write_run(tmp_path)
+    (tmp_path / name).unlink()
+    if kind.startswith("a pipe"):
+        os.mkfifo(tmp_path / name)
+    else:
+        (tmp_path / name).symlink_to("/dev/zero")
+    assert load_run(tmp_path)["totals"]["steps"] == 5
+
+
+def test_a_small_file_that_unzips_to_a_large_one_is_left_out(tmp_path, monkeypatch):
+    write_run(tmp_path)
+    assert load_run(tmp_path)["pipeline"] is not None
+    (tmp_path / "trace.json.gz").write_bytes(gzip.compress(b" " * (3 << 20)))
+    monkeypatch.setattr("parallel3d.measured._MOST_TRACE_BYTES", 1 << 20)
+    with pytest.raises(InvalidCall, match="holds more than 1 MiB"):
+        Measured.last_of_run(tmp_path)
+    assert load_run(tmp_path)["pipeline"] is None
+
+
+def test_a_file_that_is_too_large_is_left_out(tmp_path, monkeypatch):
+    write_run(tmp_path)
+    monkeypatch.setattr("parallel3d.finished_run._MOST_BYTES", 100)
+    assert load_run(tmp_path)["ranks"] == []
+
+
+def test_a_configuration_of_a_billion_values_has_none(tmp_path):
+    write_run(tmp_path)
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
+    (tmp_path / "config.yaml").write_text("\n".join([*lines, "model: {factory: *a9}", "pipeline: {schedule: *a9}"]))
+    run = load_run(tmp_path)["run"]
+    assert (run["model"], run["schedule"]) == (None, None)
+    (tmp_path / "config.yaml").write_text("model: {factory: [gpt]}\npipeline: {schedule: {a: 1}, microbatches: true}\n")
+    run = load_run(tmp_path)["run"]
+    assert (run["model"], run["schedule"], run["microbatches"]) == (None, None, None)
+
+
+def test_numbers_that_no_sum_can_hold_and_lines_without_an_end(tmp_path, monkeypatch):
+    write_run(tmp_path)
+    huge = {"kind": "step", "step": 5, "loss": 10**400, "tokens": 10**310, "seconds": 1e308}
+    write_events(tmp_path, [*events(), huge])
+    found = load_run(tmp_path)
+    assert (found["steps"][5]["loss"], found["steps"][5]["tokens"], found["steps"][5]["seconds"]) == (None, None, None)
+    monkeypatch.setattr("parallel3d.finished_run._LONGEST_LINE", 1000)
+    write_events(tmp_path, [{"kind": "log", "event": "x" * 5000}, *events()])
+    found = load_run(tmp_path)
+    assert ([line["event"] for line in found["log"]], found["totals"]["steps"]) == (["disk is slow"], 5)

@@ -39,6 +39,20 @@ async def test_a_folder_that_grows_is_read_again_until_its_run_has_ended(tmp_pat
     assert text.endswith("event: end\ndata: {}\n\n")
 
 
+async def test_a_folder_that_takes_long_to_read_is_read_less_often(tmp_path, monkeypatch):
+    moments = iter([0.0, 0.01, 10.0, 13.0, 100.0, 100.5])
+    runs = [_run("running", steps=1)] * 3 + [_run("completed", steps=1)]
+    source = FolderView(tmp_path, load=lambda folder: runs.pop(0), clock=lambda: next(moments))
+    pauses = []
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    monkeypatch.setattr("parallel3d.folder_view.asyncio.sleep", sleep)
+    await source.watch(seconds=1.0)
+    assert pauses == [1.0, 1.0, pytest.approx(60.0)]
+
+
 async def test_nothing_is_told_where_nothing_changed(tmp_path):
     source = FolderView(tmp_path, load=lambda folder: _run("running", steps=1))
     before = source.feed.last_id

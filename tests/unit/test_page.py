@@ -96,6 +96,19 @@ class TestFeed:
                 feed.put("step", {"step": step})
             assert events(await anext(blocks))[0]["event"] == "reset"
 
+    async def test_long_lines_are_forgotten_sooner(self):
+        feed = Feed(dict, most_letters=1000, pace=AT_ONCE)
+        ids = [feed.last_id]
+        for number in range(20):
+            feed.put("log", {"event": "x" * 80, "number": number})
+            ids.append(feed.last_id)
+        feed.put("log", {"event": "x" * 2000})  # which nobody has room for
+        ids.append(feed.last_id)
+        feed.put("log", {"event": "short"})
+        feed.close()
+        assert [each["event"] for each in await all_of(feed, ids[20])] == ["reset", "state", "end"]
+        assert [each["event"] for each in await all_of(feed, ids[21])] == ["log", "state", "end"]
+
     async def test_the_state_is_made_once_for_all_and_not_more_often_than_it_is_shown(self):
         made = []
         feed = Feed(lambda: made.append(1) or {}, pace=Pace(0.0, 60.0, 60.0))
@@ -177,6 +190,11 @@ class TestRoutes:
         ]
         assert numbers == [[4, 5, 6], [6]]
         assert events(again)[-1]["event"] == "end"
+
+    async def test_nobody_gets_a_stream_who_asks_for_headers_alone(self, client):
+        assert (await client.head("/api/run")).status == 200
+        assert (await client.head("/api/stream")).status == 405
+        assert client.run.feed.num_readers == 0
 
     async def test_readers_are_bounded_and_one_that_goes_makes_room(self, client, monkeypatch):
         monkeypatch.setattr("monitoring.page.routes._MOST_READERS", 1)

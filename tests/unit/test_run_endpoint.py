@@ -13,7 +13,7 @@ import trustme
 from monitoring.endpoint import Endpoint
 from parallel3d.config import RunConfig, load_config
 from parallel3d.config.errors import Place
-from parallel3d.run_endpoint import endpoints, open_endpoint
+from parallel3d.run_endpoint import endpoints, open_endpoint, page_to_show
 from parallel3d.run_folder import RunFolder
 from runtime.errors import ConfigError
 
@@ -124,4 +124,14 @@ def test_endpoints_are_for_the_user_alone(tmp_path, monkeypatch):
     assert endpoints("id", None) == {"run_id": "id", "pid": os.getpid()}
     folder = RunFolder.create(config_of(), "id", endpoints=known)
     assert stat.S_IMODE((folder.path / "endpoints.json").stat().st_mode) == 0o600
+    endpoint.close()
+
+
+def test_a_token_that_outlives_the_run_is_not_shown(files):
+    endpoint = open_endpoint(config_of(token_file="token"))
+    known = endpoints("id", endpoint)
+    assert page_to_show(known, config_of()) == f"http://127.0.0.1:{endpoint.port}/?token={TOKEN}"
+    shown = page_to_show(known, config_of(token_file="token"))
+    assert shown == f"http://127.0.0.1:{endpoint.port}/ (with its token: in endpoints.json)"
+    assert page_to_show(endpoints("id", None), config_of()) is None
     endpoint.close()

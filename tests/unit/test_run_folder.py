@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from parallel3d.config import load_config
 from parallel3d.run_folder import RunFolder, check_run_dir, new_run_id, take_span_files, write_span_file
 from parallel3d.run_record import RunRecord, Status
 from runtime.errors import ConfigError
+from tests.processes import SECONDS
 from tests.unit.test_run_record import step_message
 
 
@@ -54,6 +56,21 @@ async def test_what_a_run_leaves(here):
     assert "0F0" in {event["name"] for event in trace["traceEvents"]}
 
 
+async def test_a_disk_that_does_not_come_along_costs_log_lines_only(here, monkeypatch):
+    monkeypatch.setattr("parallel3d.run_folder._MOST_WAITING", 10)
+    folder, go_on = RunFolder.create(config_of(), "id"), threading.Event()
+    append = folder._append
+    monkeypatch.setattr(folder, "_append", lambda line: go_on.wait(SECONDS) and append(line))
+    for number in range(50):
+        folder.note("log", {"event": "a line", "number": number})
+    folder.note("parts", {"step": 0, "seconds": 0.5, "parts": {}, "stragglers": []})
+    go_on.set()
+    await folder.complete(RunRecord(config_of()))
+    lines = [json.loads(line) for line in (folder.path / "events.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["log"] * 10 + ["parts"]
+    assert folder.num_left_out == 40
+
+
 async def test_what_an_observer_sees_is_written(here):
     folder = RunFolder.create(config_of(), "id")
     folder.note("step", {"step": 0})  # which whoever supervises writes
@@ -68,9 +85,9 @@ async def test_what_an_observer_sees_is_written(here):
         "ranks": {0: {"steps": 1, "seconds": {"compute": 0.5}}},
         "bottlenecks": [bottleneck],
     }
-    record = RunRecord(config_of())
+    record = RunRecord(config_of(), observed=observed)
     record.take(0, {"kind": "mesh", "coords": [0, 0, 0]})
-    await folder.complete(record, observed=observed)
+    await folder.complete(record)
     lines = [json.loads(line) for line in (folder.path / "events.jsonl").read_text().splitlines()]
     assert [line.pop("kind") for line in lines] == ["parts", "log", "straggler", "bottleneck"]
     times = [line.pop("time") for line in lines]

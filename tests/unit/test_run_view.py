@@ -10,6 +10,7 @@ import pytest
 from monitoring.events import What
 from monitoring.facts import RunFacts
 from monitoring.observer import Observer
+from monitoring.ration import Ration
 from monitoring.station import Station
 from parallel3d.finished_run import MOST_STEPS, load_run
 from parallel3d.run_view import RunView, page_of
@@ -116,9 +117,8 @@ def test_the_pipeline_is_the_latest_steps_as_measured(observer):
 
 
 def test_a_dear_pipeline_is_drawn_less_often(observer):
-    moments = iter([0.0, 0.0, 0.1])  # it takes a tenth of a second: then the next may come after two
-    now = [10.0]
-    view = RunView(observer, clock=lambda: next(moments, now[0]))
+    now, used = [0.0], iter([0.0, 0.1, 0.1, 0.2])
+    view = RunView(observer, Ration(0.05, clock=lambda: now[0], processor=lambda: next(used)))
     make_steps(observer, 0, 1)
     assert view.state()["pipeline"]["step"] == 0
     make_steps(observer, 1, 1)
@@ -126,6 +126,16 @@ def test_a_dear_pipeline_is_drawn_less_often(observer):
     assert view.state()["pipeline"]["step"] == 0
     now[0] = 2.1
     assert view.state()["pipeline"]["step"] == 1
+
+
+def test_the_same_step_is_not_drawn_again(observer, monkeypatch):
+    view, drawn = RunView(observer, Ration(float("inf"))), []
+    monkeypatch.setattr("parallel3d.run_view.pipeline_view", lambda step, *_: drawn.append(step) or {"step": step})
+    for step in range(2):
+        make_steps(observer, step, 1)
+        for _ in range(3):
+            assert view.state()["pipeline"] == {"step": step}
+    assert drawn == [0, 1]
 
 
 async def test_what_changes_goes_into_the_feed(observer):

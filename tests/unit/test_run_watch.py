@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
 from parallel3d.config import load_config
 from parallel3d.run_folder import RunFolder
 from parallel3d.run_record import RunRecord, Status
-from parallel3d.run_watch import complete
+from parallel3d.run_watch import RunWatch, complete
 
 
 class Slow:
@@ -68,3 +69,18 @@ async def test_a_folder_that_cannot_be_written_is_told_and_nobody_is_answered(ru
     with pytest.raises(OSError, match="No space left"):
         await complete(folder, record, watch)
     assert watch.closed
+
+
+async def test_a_rule_that_fails_does_not_cost_the_folder(run, monkeypatch, capfd):
+    folder, record = run
+    watch = RunWatch(record, folder, None)
+
+    def fail(self):
+        raise ZeroDivisionError("a bug of ours")
+
+    monkeypatch.setattr("monitoring.observer.Observer.finish", fail)
+    await complete(folder, record, watch)
+    assert (folder.path / "metrics.json").exists()
+    assert (folder.path / "report.html").exists()
+    assert capfd.readouterr().err.count("ZeroDivisionError: a bug of ours") == 1
+    assert "parallel3d-station" not in [thread.name for thread in threading.enumerate()]

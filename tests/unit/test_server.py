@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import aiohttp
 import pytest
@@ -232,6 +232,19 @@ def test_addresses():
     assert host_and_port("::1", 80) == "[::1]:80"
     assert host_and_port("::", 80) == f"{socket.gethostname()}:80"
     assert [without_port(each) for each in ("a:80", "a", "[::1]:80", "[::1]", "")] == ["a", "a", "::1", "::1", ""]
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
+@pytest.mark.parametrize(("host", "reached"), [("::", ["127.0.0.1", "::1"]), ("::1", ["::1"])])
+def test_all_addresses_are_those_of_ipv4_too(host, reached):
+    endpoint = Endpoint.open(host, None)
+    found = []
+    for address in ("127.0.0.1", "::1"):
+        with suppress(OSError):
+            socket.create_connection((address, endpoint.port), timeout=5.0).close()
+            found.append(address)
+    endpoint.close()
+    assert found == reached
 
 
 def test_a_port_that_is_taken_is_told():

@@ -4,6 +4,7 @@ import { bytes, byId, count, el, isNumber, percent, rankName, seconds, sum, writ
 
 const SLOW = 0.67; // below this a rank is called a straggler
 const FULL = 0.9; // what differs less is noise
+const MOST_CELLS = 16384; // more can't be seen, nor drawn in time; a folder may say anything
 
 /** From calm to alarming; the score is own speed over the best. */
 export function colourOf(score) {
@@ -48,6 +49,10 @@ export class MeshGrid {
     this.#cells.clear();
     this.host.replaceChildren();
     this.host.classList.toggle("dense", mesh.pp > 12 || ranks.length > 96);
+    if (mesh.dp * mesh.tp * mesh.pp > MOST_CELLS) {
+      this.host.append(el("p", { class: "empty" }, "too many ranks to be drawn"));
+      return;
+    }
     const at = new Map(ranks.filter((rank) => rank.coords).map(({ rank, coords: c }) => [`${c.dp},${c.tp},${c.pp}`, rank]));
     for (let dp = 0; dp < mesh.dp; dp++) this.host.append(this.#replica(mesh, dp, at));
     if (!this.#cells.has(this.#chosen)) this.#chosen = this.#cells.keys().next().value ?? 0;

@@ -44,6 +44,7 @@ class Page {
 
   load(snapshot) {
     this.state = snapshot;
+    this.loaded = messageNumber(snapshot.last_id);
     this.steps.replace(snapshot.steps);
     this.log.replace(snapshot.log ?? []);
     this.changed();
@@ -97,6 +98,9 @@ function choice(id, options, onChange) {
 
 // The connection.
 
+/** A message's, within its feed. */
+const messageNumber = (id) => Number(String(id).split("-")[1]);
+
 function say(text, isLost = false) {
   const node = byId("connection");
   node.className = isLost ? "connection lost" : "connection";
@@ -127,7 +131,9 @@ function follow(page, lastId) {
   stream.addEventListener("open", () => say("live"));
   on("step", (step) => page.steps.put(step));
   on("parts", ({ step, parts }) => page.steps.putParts(step, parts));
-  on("log", (line) => page.log.put(line));
+  on("log", (line) => { // unless it came with what was loaded meanwhile
+    if (!(messageNumber(lastId) <= page.loaded)) page.log.put(line);
+  });
   on("state", (state) => { page.state = { ...page.state, ...state }; });
   on("reset", () => reload(page));
   on("end", () => {

@@ -1,7 +1,7 @@
 // The last step's pipeline: as planned above, as measured below, on one axis of time; a lane a pipeline rank.
 
 import { scale, ticks } from "./series.js";
-import { byId, el, percent, seconds, svg, trim, write } from "./text.js";
+import { byId, el, largest, percent, seconds, svg, trim, write } from "./text.js";
 
 const LEFT = 44, RIGHT = 12, LANE = 22, GAP = 3, HEAD = 22, AXIS = 20;
 const MEANINGS = { F: "forward", B: "backward", I: "backward, input part", W: "backward, weight part" };
@@ -54,7 +54,7 @@ export class Pipeline {
     }
     const measured = shown.measured.map((lane) => lane.map(parse).filter(Boolean));
     const planned = (shown.planned ?? []).map((lane) => lane.map(parse).filter(Boolean));
-    this.end = Math.max(...[...planned, ...measured].flat().map((span) => span.end), 1e-9);
+    this.end = largest([...planned, ...measured].flat().map((span) => span.end), 1e-9);
     this.width = Math.max(320, this.host.clientWidth);
     this.x = scale(LEFT, this.width - RIGHT, 0, this.end);
     this.#places.clear();
@@ -75,7 +75,7 @@ export class Pipeline {
   }
 
   #group(name, lanes, bubble, top) {
-    const end = Math.max(...lanes.flat().map((span) => span.end), 0);
+    const end = largest(lanes.flat().map((span) => span.end));
     const fact = `${seconds(end)}, bubble ${percent(bubble)}`;
     this.root.append(
       svg("text", { class: "row-name", x: 0, y: top + 14 }, name),

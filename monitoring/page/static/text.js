@@ -97,4 +97,7 @@ export function rankName(rank) {
   return at ? `rank ${rank.rank} (dp=${at.dp} tp=${at.tp} pp=${at.pp})` : `rank ${rank.rank}`;
 }
 
+/** Of any number of values: Math.max takes them as arguments, of which a browser has room for some ten thousand. */
+export const largest = (values, least = 0) => values.reduce((most, value) => Math.max(most, value), least);
+
 export const sum = (values) => values.reduce((total, value) => total + (isNumber(value) ? value : 0), 0);

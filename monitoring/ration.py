@@ -1,0 +1,36 @@
+"""Work that may take a small share of a thread's time: the longer it took, the later it is due again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Ration:
+    """By processor time: a thread that gives way to others would otherwise count their time as its own."""
+
+    def __init__(
+        self,
+        share: float,
+        pause: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        processor: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """pause: seconds between two times at least."""
+        self._share, self._pause, self._clock, self._processor = share, pause, clock, processor
+        self._next = float("-inf")
+
+    @property
+    def is_due(self) -> bool:
+        return self._clock() >= self._next
+
+    @contextmanager
+    def spent(self) -> Iterator[None]:
+        """Around the work."""
+        started = self._processor()
+        try:
+            yield
+        finally:  # what fails may have taken long, too
+            took = self._processor() - started
+            self._next = self._clock() + max(self._pause, took / self._share)
