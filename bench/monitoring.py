@@ -3,17 +3,20 @@
 python bench/monitoring.py [--json] [--quick]
 
 One small GPT on two ranks, one thread each: two replicas, and two stages with eight microbatches, whose steps are short
-and leave many events. Each turn is some steps
-1. off: `monitoring.enabled: false`;
-2. on: events recorded, sent, attributed and judged, the page's stream read, `/metrics` asked for once a second;
-3. asked: as 2, and a hundred ask for `/metrics` at the same time, once a turn.
-Beside them, what one record costs.
+and leave many events.
+1. Single steps with recording off and on, in turns: what recording costs the step itself.
+2. Turns of some seconds: off (`monitoring.enabled: false`); on (events sent, attributed and judged, the page's stream
+   read, `/metrics` asked for once a second); asked (on, and a hundred ask for `/metrics` at once, every turn).
+   The processor time of the process that watches says how much of a core the ranks may lose to it. A turn's speed is
+   printed too, but changes here by several percent from turn to turn, watched or not.
+3. What one record costs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,7 +29,7 @@ from urllib.parse import urlsplit
 sys.path.append(sys.path.pop(0))  # this file has the name of a package of ours, which shall be found first
 
 from common import median, options, show, wanted
-from watching.rank import TURNS
+from watching.rank import TURN_SECONDS, TURNS
 
 from monitoring.events import What
 from monitoring.recorder import Recorder
@@ -48,17 +51,27 @@ AT_ONCE = 100
 
 
 class WatchedRun(Run):
-    """Hears which turn it is."""
+    """Hears which turn it is, and how much processor time this process takes for each."""
 
-    turn = "off"
+    turn = "settling"
+    turned: asyncio.Event
 
     def _on_message(self, rank: int, message: Message) -> None:
         if message["kind"] == "turn":
+            self._note_time()
             self.turn = str(message["name"])
             self.turned.set()
         super()._on_message(rank, message)
 
-    turned: asyncio.Event
+    def _note_time(self) -> None:
+        now = time.process_time(), time.monotonic()
+        if self.turn != "settling":
+            used, lasted = (after - before for after, before in zip(now, self._since, strict=True))
+            self.shares.setdefault(self.turn, []).append(used / lasted)
+        self._since = now
+
+    shares: dict[str, list[float]]
+    """Of a core, by kind of turn."""
 
 
 def config_of(case: str, folder: Path) -> RunConfig:
@@ -76,33 +89,37 @@ def config_of(case: str, folder: Path) -> RunConfig:
     )
 
 
-async def watch(case: str, rounds: int, folder: Path, result: Path) -> int:
-    """One run; gives the number of answers that onlookers got."""
-    target = Target(RANK, args=(str(rounds), str(result)))
-    watched = WatchedRun(config_of(case, folder), target=target)
-    watched.turned = asyncio.Event()
+async def watch(case: str, words: tuple[str, ...], folder: Path) -> tuple[dict[str, list[float]], int]:
+    """One run; gives the shares of a core that it took, and the number of answers that onlookers got."""
+    watched = WatchedRun(config_of(case, folder), target=Target(RANK, args=words))
+    watched.turned, watched.shares = asyncio.Event(), {}
     async with watched:
         with Onlookers(str(watched.endpoints["page"]), str(watched.endpoints["metrics"])) as onlookers:
             looking = asyncio.create_task(look_on(watched, onlookers))
             await watched.summary()
             looking.cancel()
-            return onlookers.finish()
+            return watched.shares, onlookers.finish()
 
 
-def measure(case: str, rounds: int) -> dict[str, Any]:
+def measure(case: str, rounds: int, pairs: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         result = Path(place, "result.json")
-        answered = run(lambda: watch(case, rounds, Path(place), result))
+        words = str(rounds), str(pairs), str(result)
+        shares, answers = run(lambda: watch(case, words, Path(place)))
         seconds = json.loads(result.read_text())
-    ratios = {name: [a / b for a, b in zip(seconds[name], seconds["off"], strict=True)] for name in TURNS}
-    asked = [a / b for a, b in zip(seconds["asked"], seconds["on"], strict=True)]
+    recorded = [a / b for a, b in zip(seconds["recorded"], seconds["unrecorded"], strict=True)]
+    used = {name: median(values) for name, values in shares.items()}
     return {
         "case": case,
         "seconds": {name: median(values) for name, values in seconds.items()},
-        "on_over_off": median(ratios["on"]),
-        "asked_over_on": median(asked),
+        "recorded_over_unrecorded": median(recorded),
+        "uncertainty": 1.25 * statistics.stdev(recorded) / len(recorded) ** 0.5,
+        "cores_used": used,
+        "cost": median(recorded) - 1 + used["on"] - used["off"],
+        "cost_of_being_asked": used["asked"] - used["on"],
         "rounds": rounds,
-        "answers": answered,
+        "pairs": pairs,
+        "answers": answers,
     }
 
 
@@ -113,7 +130,7 @@ async def look_on(watched: WatchedRun, onlookers: Onlookers) -> None:
         if watched.turn == "asked":
             onlookers.ask(AT_ONCE)
         while not watched.turned.is_set():
-            if watched.turn != "off":
+            if watched.turn in ("on", "asked"):
                 onlookers.ask(1)
             try:
                 await asyncio.wait_for(watched.turned.wait(), 1.0)
@@ -200,20 +217,25 @@ def record_seconds() -> float:
 def lines_of(results: list[dict[str, Any]], record: float) -> list[str]:
     lines = [f"a record {1e6 * record:.2f} us {wanted(1e6 * record, most=2)}"]
     for each in results:
-        seconds = "  ".join(f"{name} {1e3 * value:.2f} ms" for name, value in each["seconds"].items())
+        seconds, used = each["seconds"], each["cores_used"]
+        turns = ", ".join(f"{name} {1e3 * seconds[name]:.1f} ms, {100 * used[name]:.2f} % of a core" for name in TURNS)
+        direct, off = 100 * (each["recorded_over_unrecorded"] - 1), 100 * each["uncertainty"]
+        cost, asked = 100 * each["cost"], 100 * each["cost_of_being_asked"]
         lines += [
-            f"{each['case']}: {seconds} ({each['rounds']} rounds, {each['answers']} whole answers)",
-            f"  on over off {each['on_over_off']:.4f} {wanted(each['on_over_off'], most=1.01)}",
-            f"  asked by {AT_ONCE} over on {each['asked_over_on']:.4f} {wanted(each['asked_over_on'], most=1.01)}",
+            f"{each['case']}: a step {1e3 * seconds['unrecorded']:.1f} ms",
+            f"  recording: {direct:+.2f} % of a step (+- {off:.2f}, {each['pairs']} pairs)",
+            f"  turns: {turns} ({each['rounds']} rounds, {each['answers']} whole answers)",
+            f"  recording, and what watching takes of a core: {cost:.2f} % {wanted(cost, most=1)}",
+            f"  a hundred that ask at once, every {TURN_SECONDS + 1:g} s: {asked:.2f} % {wanted(asked, most=1)}",
         ]
     return lines
 
 
 def main() -> None:
     chosen = options(__doc__)
-    rounds = 3 if chosen.quick else 31
+    rounds, pairs = (1, 20) if chosen.quick else (7, 500)
     record = record_seconds()
-    results = [measure(case, rounds) for case in CASES]
+    results = [measure(case, rounds, pairs) for case in CASES]
     show({"record_seconds": record, "cases": results}, lines_of(results, record), chosen.json)
 
 

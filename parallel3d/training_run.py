@@ -32,7 +32,6 @@ EXIT_FAILED, EXIT_HUNG = 4, 124
 PRELOAD = (
     "torch",
     "torch.distributed",
-    "torch._dynamo",  # torch imports it with the first optimizer: over a second in every rank
     "numpy",
     "uvloop",
     "parallel3d.coordinator",

@@ -21,12 +21,12 @@ from runtime.control import rank_control
 from runtime.loop import run
 
 TURNS = ("off", "on", "asked")
-_TURN_SECONDS = 1.0
-_SETTLING = 2  # steps of a turn that don't count: what the turn before has left is worked off in them
+TURN_SECONDS = 3.0
+_SETTLING_SECONDS = 1.0  # of a turn, that don't count: what the turn before has left is worked off in them
 
 
-async def take_turns(rounds: int, folder: Path) -> dict[str, list[float]]:
-    """Mean seconds of a step, by kind of turn, one for each round."""
+async def take_turns(rounds: int, pairs: int, folder: Path) -> dict[str, list[float]]:
+    """Seconds of a step, one for each round: its mean by kind of turn, and single ones with recording off and on."""
     config = load_config(folder / "config.yaml", environ={})
     control = rank_control()
     assert control is not None
@@ -35,7 +35,7 @@ async def take_turns(rounds: int, folder: Path) -> dict[str, list[float]]:
         async with Coordinator.from_config(config) as coordinator:
             turns = Turns(coordinator, owner)
             await turns.warm_up()
-            return await turns.take(rounds)
+            return {**await turns.take(rounds), **await turns.alternate(pairs)}
     finally:
         await owner.close()
 
@@ -80,8 +80,8 @@ class Turns:
         start = time.perf_counter()
         for _ in range(5):
             await self._coordinator.train_step(self._batch)
-        num = torch.tensor([_TURN_SECONDS / ((time.perf_counter() - start) / 5)])
-        self._num_steps = _SETTLING + max(1, int(await self._mesh.world.broadcast(num, root=0)))
+        rate = torch.tensor([5 / (time.perf_counter() - start)])
+        self._steps_a_second = float(await self._mesh.world.broadcast(rate, root=0))
 
     async def take(self, rounds: int) -> dict[str, list[float]]:
         seconds: dict[str, list[float]] = {name: [] for name in TURNS}
@@ -92,19 +92,41 @@ class Turns:
 
     async def _turn(self, name: str) -> float:
         self._switch.turn(name != "off")
-        if self._mesh.rank == 0:
-            self._owner.send("turn", name=name)
         with sending_events(self._coordinator, self._owner):
-            for number in range(self._num_steps):
-                if number == _SETTLING:
-                    start = time.perf_counter()
+            await self._make_steps(_SETTLING_SECONDS)
+            self._tell(name)
+            seconds = await self._make_steps(TURN_SECONDS)
+            self._tell("settling")
+        return seconds
+
+    async def _make_steps(self, seconds: float) -> float:
+        """About so many seconds of them; gives one's mean."""
+        start, num = time.perf_counter(), max(1, int(seconds * self._steps_a_second))
+        for _ in range(num):
+            await self._steps.make(self._batch)
+        return (time.perf_counter() - start) / num
+
+    def _tell(self, turn: str) -> None:
+        if self._mesh.rank == 0:
+            self._owner.send("turn", name=turn)
+
+    async def alternate(self, pairs: int) -> dict[str, list[float]]:
+        """One step without recording and one with it, again and again: this machine's speed changes from second to
+        second by more than what a record costs."""
+        seconds: dict[str, list[float]] = {"unrecorded": [], "recorded": []}
+        with sending_events(self._coordinator, self._owner):
+            for number in range(2 * pairs):
+                on = number % 4 in (1, 2)  # each goes first as often as the other
+                self._switch.turn(on)
+                start = time.perf_counter()
                 await self._steps.make(self._batch)
-            return (time.perf_counter() - start) / (self._num_steps - _SETTLING)
+                seconds["recorded" if on else "unrecorded"].append(time.perf_counter() - start)
+        return seconds
 
 
 def main() -> None:
-    rounds, result, folder = sys.argv[1:]
-    found = run(lambda: take_turns(int(rounds), Path(folder)))
+    rounds, pairs, result, folder = sys.argv[1:]
+    found = run(lambda: take_turns(int(rounds), int(pairs), Path(folder)))
     if os.environ["RANK"] == "0":
         Path(result).write_text(json.dumps(found))
 
