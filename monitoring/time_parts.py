@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 
 MEANINGS = {
     "compute": "forward and backward, as far as the rank had a core",
@@ -39,7 +40,7 @@ class TimeParts:
         return sum(self.seconds)
 
     def __add__(self, other: TimeParts) -> TimeParts:
-        return TimeParts(tuple(a + b for a, b in zip(self.seconds, other.seconds, strict=True)))
+        return TimeParts(tuple(map(add, self.seconds, other.seconds)))
 
     def shares(self) -> dict[str, float]:
         """Of the total, by name; all 0 where no time has passed."""

@@ -10,7 +10,18 @@ from typing import Any
 
 def to_text(document: Any) -> str:
     """On one line. Numbers that JSON does not have become null; what is no JSON value is written as text."""
-    return json.dumps(_plain(document), separators=(",", ":"), allow_nan=False, default=str)
+    try:
+        return _dump(document)
+    except ValueError:  # such a number is rare, and a look at every value takes longer than to write it
+        return _dump(_plain(document))
+
+
+def _dump(document: Any) -> str:
+    return json.dumps(document, separators=(",", ":"), allow_nan=False, default=_plain_or_text)
+
+
+def _plain_or_text(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else str(value)
 
 
 def _plain(value: Any) -> Any:

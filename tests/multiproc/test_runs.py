@@ -123,6 +123,7 @@ async def test_leaving_the_block_early_stops_the_ranks(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 async def test_leaving_the_block_in_a_step_that_does_not_end(tmp_path, monkeypatch):
     monkeypatch.setenv(STAND_IN, "hang 1 2")
     async with asyncio.timeout(SECONDS), stand_in_run(config_of(tmp_path, FOR_EVER)) as run:
@@ -172,6 +173,7 @@ async def test_an_error_of_the_app_is_its_own(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 async def test_two_runs_at_once(tmp_path):
     async def app(name: str) -> list[float]:
         (tmp_path / name).mkdir()

@@ -105,7 +105,7 @@ def test_a_small_gpt_learns(folder):
     "mesh",
     [
         {"parallel__dp": 2, "optimizer__shard": "true"},
-        {"parallel__tp": 2, "parallel__pp": 2, "pipeline__microbatches": 2},
+        pytest.param({"parallel__tp": 2, "parallel__pp": 2, "pipeline__microbatches": 2}, marks=pytest.mark.exhaustive),
     ],
     ids=["dp", "tp-pp"],
 )
@@ -210,6 +210,7 @@ def test_under_a_starter_of_ranks_rank_0_writes_the_folder(folder, variables):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_under_a_starter_what_all_hosts_tell_is_gathered_while_they_train(folder):
     """Enough steps for some gatherings, over two hosts, whose clock is really one."""
     places = [{**each, "PARALLEL3D_HOST": f"host-{rank}"} for rank, each in enumerate(torch_variables(2))]
