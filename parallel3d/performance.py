@@ -178,7 +178,7 @@ class Performance:
         parts = {name: seconds for name, seconds in self.parts().items() if seconds}
         total = sum(parts.values())
         lines = [
-            f"{self.num_steps} steps, {1e3 * self.step_seconds:.1f} ms each, "
+            f"{self.num_steps} steps, {1e3 * self.step_seconds:.1f} ms each (median), "
             f"{self.tokens_per_second:,.0f} tokens/s, bubble {100 * self.bubble:.1f} %",
             *(
                 f"{name:<10}{1e3 * part:9.2f} ms {100 * part / total:6.1f} %  {MEANINGS[name]}"

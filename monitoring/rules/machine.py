@@ -68,9 +68,9 @@ def stragglers(view: View) -> Iterator[Bottleneck]:
 
 
 _COMPARED = {
-    "peers": "ranks with the same work",
-    "itself": "its own earlier steps",
-    "processor": "other ranks in how much of its computing it has a core",
+    "peers": "{} of the speed of ranks with the same work",
+    "itself": "{} of the speed of its own earlier steps",
+    "processor": "it has a core for {} as much of its computing as other ranks",
 }
 
 
@@ -83,8 +83,8 @@ def _straggler(view: View, those: list[Straggler], gain: float) -> Bottleneck:
     return Bottleneck(
         kind="straggler",
         severity=severity_of("straggler", 1 - worst.score) or Severity.LOW,
-        message=f"{who} slow since step {worst.since_step}: {percent(worst.score)} of the speed of "
-        f"{_COMPARED.get(worst.compared_with, worst.compared_with)}.",
+        message=f"{who} slow since step {worst.since_step}: "
+        f"{_COMPARED[worst.compared_with].format(percent(worst.score))}.",
         evidence={
             "rank": worst.rank,
             "score": worst.score,
@@ -93,12 +93,12 @@ def _straggler(view: View, those: list[Straggler], gain: float) -> Bottleneck:
             "ranks": len(those),
             "waiting_share": view.part("straggler"),
         },
-        remedy=f"Look at what slows it down on {where}: another program, heat, a slower processor. Start the ranks "
-        "elsewhere, or order them so that it holds up fewer."
+        remedy=f"Look at what slows it down on {where}: another program, heat, a slower processor, or a sleep, a lock "
+        "or a file that your model waits for. Start the ranks elsewhere, or order them so that it holds up fewer."
         if has_core
-        else f"Give it back its core on {where}: end what else runs there, lift its quota, use fewer threads a rank.",
+        else f"Give it back its core on {where}: end what else runs there, lift its quota, use fewer threads a rank. A "
+        "sleep, a lock or a file that your model waits for looks the same.",
         key="parallel.order" if has_core else "runtime.threads",
-        value=None if has_core else "1",
         gain=gain,
         rank=rank,
         host=host,

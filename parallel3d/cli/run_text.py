@@ -111,6 +111,8 @@ def _note(record: RunRecord, metrics: Mapping[str, Any]) -> str:
     apart = max((abs(rank["remainder_seconds"]) / rank["total_seconds"] for rank in told), default=0.0)
     notes = [f"speed and times leave out {record.num_warm_up} steps of warm-up"] if record.num_warm_up else []
     notes += [f"the parts add up to the steps but for {100 * apart:.1f} %"] if apart >= _SHOWN_SHARE else []
+    without = sum(rank["core_wait_seconds"] for rank in told) / (sum(rank["total_seconds"] for rank in told) or 1.0)
+    notes += [f"of other, {100 * without:.0f} % of the time is computing without a core"] if without >= 0.1 else []
     return f"({'; '.join(notes)})" if notes else ""
 
 
@@ -119,7 +121,8 @@ def bottleneck_lines(metrics: Mapping[str, Any]) -> list[str]:
     lines = []
     for found in metrics["bottlenecks"][:_MOST_BOTTLENECKS]:
         gain = "" if found["gain"] is None else f" (a step would take about {100 * found['gain']:.0f} % less)"
-        lines += [f"{found['severity']:<9}{found['message']}", f"{'':<9}{found['remedy']}{gain}"]
+        key = found["key"] if found["value"] is None else f"{found['key']}: {found['value']}"
+        lines += [f"{found['severity']:<9}{found['message']}", f"{'':<9}{found['remedy']} [{key}]{gain}"]
     return lines
 
 
