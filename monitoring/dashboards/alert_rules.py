@@ -45,15 +45,17 @@ class Alert:
 
 def _no_progress() -> Alert:
     """Much later than steps usually come; and two minutes at least, or every hiccup of short steps would count. The
-    first step may take longer, as ranks start and torch loads what it loads late."""
+    first step may take longer, as ranks start and torch loads what it loads late. Scripts tell of no steps, and have
+    no `run_info`."""
     last, since = _ALL.series("last_step_timestamp_seconds"), "time() - parallel3d_last_step_timestamp_seconds"
     mean = "parallel3d_step_duration_seconds_sum / parallel3d_step_duration_seconds_count"
     begun = f"time() - {_ALL.series('start_time_seconds')}"
+    run = "on (job, instance) parallel3d_run_info"
     return Alert(
         "Parallel3dNoProgress",
         CRITICAL,
         "no-progress",
-        f"({since} > 120 and {since} > 10 * {mean}) or ({begun} > 900 unless {last} > 0)",
+        f"({since} > 120 and {since} > 10 * {mean}) or ({begun} > 900 and {run} unless {last} > 0)",
         "1m",
         f"The run at {_AT} makes no steps",
         "No step has ended for {{ $value | humanizeDuration }}.",

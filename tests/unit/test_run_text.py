@@ -151,17 +151,18 @@ def test_parts_that_do_not_add_up_and_bottlenecks_are_told(record):
     record.take(0, step_message(0))
     watch(record, 1)
     record.observed["ranks"][0]["remainder_seconds"] = -0.05
-    found = {"severity": "high", "message": "rank 0 waits for data.", "remedy": "Raise data.prefetch.", "gain": 0.2}
-    record.observed["bottlenecks"] = [found, {**found, "severity": "low", "gain": None}, found, found]
+    found = {"severity": "high", "message": "rank 0 waits.", "remedy": "Load ahead.", "gain": 0.2}
+    found |= {"key": "data.prefetch", "value": "4"}
+    record.observed["bottlenecks"] = [found, {**found, "severity": "low", "gain": None, "value": None}, found, found]
     assert summary(record, "runs/id", record.metrics()).splitlines()[4:-2] == [
         "(the parts add up to the steps but for 10.0 %)",
         "",
-        "high     rank 0 waits for data.",
-        "         Raise data.prefetch. (a step would take about 20 % less)",
-        "low      rank 0 waits for data.",
-        "         Raise data.prefetch.",
-        "high     rank 0 waits for data.",
-        "         Raise data.prefetch. (a step would take about 20 % less)",
+        "high     rank 0 waits.",
+        "         Load ahead. [data.prefetch: 4] (a step would take about 20 % less)",
+        "low      rank 0 waits.",
+        "         Load ahead. [data.prefetch]",
+        "high     rank 0 waits.",
+        "         Load ahead. [data.prefetch: 4] (a step would take about 20 % less)",
     ]
 
 
