@@ -174,7 +174,7 @@ class TestStream:
         server.do(run.advance, 5)
         server.do(run.say, "another line", rank=3, step=64)
         drawn(page, 64)
-        assert value(page, "steps") == 65
+        expect(page.locator("#number-steps")).to_have_attribute("data-value", "65")  # the state follows its steps
         assert value(page, "loss") == run.steps[-1]["loss"]
         expect(page.locator("#log")).to_contain_text("another line")
         assert shown(page, "#connection") == "live"
@@ -187,7 +187,7 @@ class TestStream:
         drawn(page, 64)
         server.do(run.advance, 5)
         drawn(page, 69)
-        assert value(page, "steps") == 70
+        expect(page.locator("#number-steps")).to_have_attribute("data-value", "70")
         assert [step["step"] for step in run.steps] == list(range(70))
 
     def test_a_lost_connection_goes_on_without_a_gap(self, run, open_page):
@@ -251,7 +251,7 @@ class TestStream:
         server.do(run.end, "failed", {"message": "rank 3 (dp=0 tp=1 pp=1) was killed", "traceback": "Traceback…"})
         page.locator("#status.failed").wait_for()
         page.get_by_text("ended", exact=True).wait_for()
-        assert value(page, "steps") == 61
+        expect(page.locator("#number-steps")).to_have_attribute("data-value", "61")
         assert shown(page, "#error-message") == "rank 3 (dp=0 tp=1 pp=1) was killed"
 
     def test_before_the_first_step(self, open_page):
@@ -262,7 +262,7 @@ class TestStream:
             assert shown(page, "#number-loss").strip() == "\N{EN DASH}"
             server.do(run.advance, 1)
             drawn(page, 0)
-            assert value(page, "steps") == 1
+            expect(page.locator("#number-steps")).to_have_attribute("data-value", "1")
             server.do(run.end)
 
     def test_what_is_not_a_number_is_marked(self, run, server, open_page):
