@@ -19,12 +19,12 @@ run: setup
 ALONE := tests/fault $(addprefix tests/multiproc/test_,resources.py bench_collectives.py hosts.py bottlenecks.py)
 
 test: setup
-	$(BIN)/pytest tests $(ALONE:%=--ignore=%) -m 'not exhaustive' --numprocesses auto --dist loadgroup
+	$(BIN)/pytest tests $(ALONE:%=--ignore=%) -m 'not exhaustive' --numprocesses auto --dist worksteal
 	$(BIN)/pytest $(ALONE) -m 'not exhaustive'
 
 # What `make test` leaves out: more of the same, which takes long and seldom finds what the others don't.
 exhaustive: setup
-	$(BIN)/pytest tests $(ALONE:%=--ignore=%) -m exhaustive --numprocesses auto --dist loadgroup
+	$(BIN)/pytest tests $(ALONE:%=--ignore=%) -m exhaustive --numprocesses auto --dist worksteal
 	$(BIN)/pytest $(ALONE) -m exhaustive
 
 quick: setup

@@ -11,7 +11,7 @@ import pytest
 from tests.contract import RANKS, SCENARIOS
 from tests.processes import Launched
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("contract")]  # one launch for many tests
+pytestmark = pytest.mark.slow
 Outcomes = list[dict[str, str | None]]
 RANK = str(Path(__file__).with_name("contract_rank.py"))
 TRANSPORTS = {

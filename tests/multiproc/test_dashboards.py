@@ -17,7 +17,7 @@ from monitoring.time_parts import PARTS
 from tests.processes import ROOT, Started
 from tests.prometheus import Prometheus, Series, needs_prometheus, values
 
-pytestmark = [needs_prometheus, pytest.mark.slow, pytest.mark.xdist_group("dashboards")]  # one run for all
+pytestmark = [needs_prometheus, pytest.mark.slow]
 
 SETUP = Setup(dp=2, tp=2, pp=2, interval=1)
 TEXTS = files_for(SETUP)

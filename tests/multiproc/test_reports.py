@@ -41,7 +41,7 @@ comm: {timeout: 20}
 runtime: {threads: 1}
 train: {steps: 4, batch_size: 4}
 """
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("reports")]  # the same runs for many tests
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from monitoring.time_parts import PARTS
 from tests.made_up_run import COMPUTE, PLACES, SLOW_RANK, SLOW_SCORE, TOKENS, made_up_run, page
 from tests.prometheus import Prometheus, needs_prometheus, values
 
-pytestmark = [needs_prometheus, pytest.mark.slow, pytest.mark.xdist_group("values")]  # one Prometheus for all
+pytestmark = [needs_prometheus, pytest.mark.slow]
 
 ASKED = Expressions(window="4s")
 
