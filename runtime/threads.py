@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 T = TypeVar("T")
+
+SETTLE_SECONDS = 1.0
+"""How long a process that ends waits for threads whose calls have ended to let go of what the calls were given."""
+_all_threads: WeakSet[DaemonThreads] = WeakSet()
 
 
 class DaemonThreads:
@@ -19,6 +26,8 @@ class DaemonThreads:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._num_threads = self._num_unfinished = 0
+        self._serving: list[threading.Thread] = []
+        _all_threads.add(self)
 
     def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
         future: Future[T] = Future()
@@ -37,8 +46,6 @@ class DaemonThreads:
                     error = RuntimeError("the function raised StopIteration").with_traceback(error.__traceback__)
                 future.set_exception(error)
             else:
-                # What the call was given goes before its end is known: once all calls have ended, the process may
-                # end too, and a destructor of torch's that then waits for the GIL aborts it.
                 del function, args
                 self._finished_one()
                 future.set_result(result)
@@ -49,7 +56,9 @@ class DaemonThreads:
             self._num_threads += grow
         self._queue.put(work)
         if grow:
-            threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+            thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._serving.append(thread)
+            thread.start()
         return future
 
     @property
@@ -64,8 +73,26 @@ class DaemonThreads:
     def _serve(self) -> None:
         while (work := self._queue.get()) is not None:
             work()
+            del work  # and with it the call's result, which may be large
 
     def stop(self) -> None:
         """Let the threads end after what was submitted; does not wait. Nothing may be submitted afterwards."""
         for _ in range(self._num_threads):
             self._queue.put(None)
+
+    def settle(self, seconds: float) -> None:
+        """Stop, and wait up to so long for those threads that no call blocks."""
+        self.stop()
+        deadline = time.monotonic() + seconds
+        for thread in self._serving:
+            if not self._num_unfinished:
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+
+@atexit.register
+def _settle_all() -> None:
+    """A destructor of torch's that waits for the GIL aborts the process once Python has begun to end: so threads let
+    go of the last tensors before."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    for threads in list(_all_threads):
+        threads.settle(deadline - time.monotonic())

@@ -81,3 +81,21 @@ def test_a_blocked_thread_does_not_keep_the_process():
     """
     done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "end of main\n", "")
+
+
+def test_what_a_call_gave_is_let_go_of_before_the_process_ends():
+    """A tensor that a thread lets go of while Python ends would abort the process."""
+    source = """if True:
+        import time
+        from runtime.threads import DaemonThreads
+        class Slow:
+            def __del__(self):
+                time.sleep(0.1)
+                print("let go")
+        threads = DaemonThreads("giving")
+        threads.submit(lambda: Slow())
+        threads.submit(Slow).result()
+        threads.stop()
+    """
+    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "let go\nlet go\n", "")
