@@ -6,7 +6,7 @@ One small GPT on two ranks, one thread each: two replicas, and two stages with e
 and leave many events.
 1. Single steps with recording off and on, in turns: what recording costs the step itself.
 2. Turns of some seconds: off (`monitoring.enabled: false`); on (events sent, attributed and judged, the page's stream
-   read, `/metrics` asked for once a second); asked (on, and a hundred ask for `/metrics` at once, every turn).
+   read, `/metrics` asked for every five seconds, as `parallel3d dashboards` has it); asked (on, and a hundred ask for `/metrics` at once, every turn).
    The processor time of the process that watches says how much of a core the ranks may lose to it. A turn's speed is
    printed too, but changes here by several percent from turn to turn, watched or not.
 3. What one record costs.
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
-sys.path.append(sys.path.pop(0))  # this file has the name of a package of ours, which shall be found first
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this file has the name of a package that is there
 
 from common import median, options, show, wanted
 from watching.rank import TURN_SECONDS, TURNS
@@ -45,6 +45,7 @@ RANK = str(SCRIPT.with_name("watching") / "rank.py")
 CASES = {"two replicas": (2, 1, 16), "two stages": (1, 2, 8)}
 """dp, pp, sequence."""
 AT_ONCE = 100
+SCRAPE_SECONDS = 5.0
 
 
 # The run, and those who look at it.
@@ -124,7 +125,7 @@ def measure(case: str, rounds: int, pairs: int) -> dict[str, Any]:
 
 
 async def look_on(watched: WatchedRun, onlookers: Onlookers) -> None:
-    """Once a second while it is on; a hundred at a time in the turns that are for that."""
+    """As Prometheus does while it is on; a hundred at a time in the turns that are for that."""
     while True:
         watched.turned.clear()
         if watched.turn == "asked":
@@ -133,7 +134,7 @@ async def look_on(watched: WatchedRun, onlookers: Onlookers) -> None:
             if watched.turn in ("on", "asked"):
                 onlookers.ask(1)
             try:
-                await asyncio.wait_for(watched.turned.wait(), 1.0)
+                await asyncio.wait_for(watched.turned.wait(), SCRAPE_SECONDS)
             except TimeoutError:
                 continue
 

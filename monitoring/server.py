@@ -14,7 +14,7 @@ from monitoring.endpoint import Endpoint
 from monitoring.guard import Guard, Handler
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-RENDER_SECONDS = 0.5
+RENDER_SECONDS = 1.0
 """Between two renderings, however many ask: it takes some milliseconds, which ranks would feel on a host that they
 fill."""
 _SHUTDOWN_SECONDS = 1.0

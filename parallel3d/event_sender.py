@@ -13,10 +13,10 @@ from monitoring.recorder import Recorder
 from parallel3d.data.queue_depths import QueueDepths
 from runtime.control import MAX_MESSAGE_BYTES
 
-INTERVAL = 0.25  # seconds: whoever takes the events wakes up for them, on a core that ranks may want
+INTERVAL = 0.5  # seconds: whoever takes the events wakes up for them, on a core that ranks may want
 _PAUSE = 0.005  # seconds between looks whether the engine computes
 _MOST = (MAX_MESSAGE_BYTES - 256) * 3 // 4 // RECORD_BYTES  # events of a message, which is base64 and some words
-_MOST_MESSAGES = 4  # at a time: the event loop has other things to do
+_MOST_MESSAGES = 8  # at a time: the event loop has other things to do
 
 
 class Listener(Protocol):

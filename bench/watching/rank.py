@@ -21,7 +21,7 @@ from runtime.control import rank_control
 from runtime.loop import run
 
 TURNS = ("off", "on", "asked")
-TURN_SECONDS = 3.0
+TURN_SECONDS = 5.0
 _SETTLING_SECONDS = 1.0  # of a turn, that don't count: what the turn before has left is worked off in them
 
 

@@ -1,4 +1,4 @@
-"""What a page is told after it was loaded: steps and log lines in order, and the latest state twice a second.
+"""What a page is told after it was loaded: steps and log lines in order, and the latest state once a second.
 
 Each message has a number, so a browser that lost the connection goes on where it was. All in one event loop; a reader
 that is too slow costs nobody anything: it is told to load the page's data anew.
@@ -26,9 +26,9 @@ _HEARTBEAT = ": still here\n\n"  # how a connection that is gone is noticed
 class Pace(NamedTuple):
     """In seconds."""
 
-    messages: float = 0.1
+    messages: float = 0.5
     """At least so long between two writes to a browser."""
-    state: float = 0.5
+    state: float = 1.0
     heartbeat: float = 10.0
 
 
