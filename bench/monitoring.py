@@ -6,9 +6,9 @@ One small GPT on two ranks, one thread each: two replicas, and two stages with e
 and leave many events.
 1. Single steps with recording off and on, in turns: what recording costs the step itself.
 2. Turns of some seconds: off (`monitoring.enabled: false`); on (events sent, attributed and judged, the page's stream
-   read, `/metrics` asked for every five seconds, as `parallel3d dashboards` has it); asked (on, and a hundred ask for `/metrics` at once, every turn).
-   The processor time of the process that watches says how much of a core the ranks may lose to it. A turn's speed is
-   printed too, but changes here by several percent from turn to turn, watched or not.
+   read, `/metrics` asked for every five seconds, as `parallel3d dashboards` has it); asked (on, and a hundred ask for
+   `/metrics` at once, every turn). The processor time of the process that watches says how much of a core the ranks may
+   lose to it. A turn's speed is printed too, but changes here by several percent from turn to turn, watched or not.
 3. What one record costs.
 """
 

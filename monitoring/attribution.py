@@ -23,7 +23,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain
+from typing import NamedTuple
 
 from monitoring.collectives import KINDS as OPS
 from monitoring.events import SENDS, Axis, Event
@@ -31,6 +33,8 @@ from monitoring.facts import Place, RankFacts
 from monitoring.observations import AxisTraffic, RankStep, StageSeconds, StepTimes
 from monitoring.rank_times import Message, RankTimes, Span
 from monitoring.time_parts import PARTS, TimeParts, mean_of
+
+Groups = tuple[tuple[int, ...], ...]
 
 _BETWEEN_STAGES = OPS.index("send"), int(Axis.PP)
 
@@ -41,18 +45,22 @@ def attribute(events: Mapping[int, Sequence[Event]], ranks: Mapping[int, RankFac
     Raises ValueError where a rank has none, KeyError where nothing is known of a rank.
     """
     everyone = [RankTimes.of(ranks[rank], events[rank]) for rank in sorted(events)]
-    for peers in _grouped(everyone, lambda place: (place.dp, place.pp)):
+    layout = _layout(tuple([each.facts.place for each in everyone]))
+    for peers in _those(everyone, layout.tensor_peers):
         _share_tensor_waits(peers)
         _share_meetings(peers, Axis.TP, "tp_comm")
-    for replicas in _grouped(everyone, lambda place: (place.tp, place.pp)):
+    for replicas in _those(everyone, layout.replicas):
         _share_meetings(replicas, Axis.DP, "dp_comm" if len(replicas) > 1 else "other")
-    for pipeline in _grouped(everyone, lambda place: (place.dp, place.tp)):
+    pipelines = _those(everyone, layout.pipelines)
+    for pipeline in pipelines:
         _share_meetings(pipeline, Axis.PP, "pp_comm")
     _share_meetings(everyone, Axis.WORLD, "optimizer")
-    _share_receives(everyone)
-    _share_waiting(everyone)
-    lengths = _pipeline_lengths(everyone)
-    found = tuple(_result(times, length) for times, length in zip(everyone, lengths, strict=True))
+    late, lengths = _lateness(_those(everyone, layout.same_work)), dict[int, float]()
+    for pipeline in pipelines:
+        _share_receives(pipeline)
+        _share_waiting(pipeline, late, is_pipeline=layout.has_stages)
+        lengths |= dict.fromkeys([each.facts.rank for each in pipeline], _length(pipeline))
+    found = tuple([_result(times, lengths[times.facts.rank]) for times in everyone])
     return StepTimes(
         step=everyone[0].step,
         seconds=sum(each.seconds for each in found) / len(found),
@@ -62,16 +70,40 @@ def attribute(events: Mapping[int, Sequence[Event]], ranks: Mapping[int, RankFac
     )
 
 
-def _grouped(everyone: Iterable[RankTimes], key: Callable[[Place], Hashable]) -> Iterable[list[RankTimes]]:
-    groups: dict[Hashable, list[RankTimes]] = defaultdict(list)
-    for each in everyone:
-        groups[key(each.facts.place)].append(each)
-    return groups.values()
+class _Layout(NamedTuple):
+    """Who belongs together, by their places among all ranks."""
+
+    tensor_peers: Groups
+    replicas: Groups
+    pipelines: Groups
+    same_work: Groups
+    has_stages: bool
+
+
+@lru_cache(maxsize=8)  # the same for every step of a run
+def _layout(places: tuple[Place, ...]) -> _Layout:
+    def grouped(key: Callable[[Place], Hashable]) -> Groups:
+        groups: dict[Hashable, list[int]] = defaultdict(list)
+        for number, place in enumerate(places):
+            groups[key(place)].append(number)
+        return tuple(map(tuple, groups.values()))
+
+    return _Layout(
+        tensor_peers=grouped(lambda place: (place.dp, place.pp)),
+        replicas=grouped(lambda place: (place.tp, place.pp)),
+        pipelines=grouped(lambda place: (place.dp, place.tp)),
+        same_work=grouped(lambda place: place.pp),
+        has_stages=any(place.pp for place in places),
+    )
+
+
+def _those(everyone: Sequence[RankTimes], groups: Groups) -> list[list[RankTimes]]:
+    return [[everyone[number] for number in group] for group in groups]
 
 
 def _share_tensor_waits(peers: Sequence[RankTimes]) -> None:
     """The last to come waits for the exchange alone; whoever waits longer waits for that one."""
-    if len({len(each.waits) for each in peers}) > 1:  # some events were lost
+    if len(peers) == 1 or len({len(each.waits) for each in peers}) > 1:  # some events were lost
         for each in peers:
             each.parts["tp_comm"] += sum(each.waits)
         return
@@ -83,7 +115,7 @@ def _share_tensor_waits(peers: Sequence[RankTimes]) -> None:
 
 def _share_meetings(peers: Sequence[RankTimes], axis: Axis, part: str) -> None:
     """Until the last one comes, ranks wait for it; what is left is the part."""
-    for number in range(max(len(each.meetings[axis]) for each in peers)):
+    for number in range(max([len(each.meetings[axis]) for each in peers])):
         there = [each for each in peers if len(each.meetings[axis]) > number]
         last = max(each.meetings[axis][number][0] for each in there)
         for each in there:
@@ -102,54 +134,45 @@ def _split(span: Span, moment: float) -> Span:
     return before, end - start - before
 
 
-def _share_receives(everyone: Sequence[RankTimes]) -> None:
+def _share_receives(pipeline: Sequence[RankTimes]) -> None:
     """Until the message is sent, ranks wait for it."""
-    sends: dict[tuple[int, int, Message], float] = {}
-    for each in everyone:
-        place = each.facts.place
-        sends |= {(place.dp, place.tp, message): start for message, start in each.sends.items()}
-    for each in everyone:
-        place = each.facts.place
+    sends: dict[Message, float] = {}
+    for each in pipeline:
+        sends |= each.sends
+    for each in pipeline:
         for message, span, worked in each.receives:
-            early, rest = _split(span, sends.get((place.dp, place.tp, message), span[1]))
+            early, rest = _split(span, sends.get(message, span[1]))
             each.waiting += max(0.0, early - worked)
             each.parts["pp_comm"] += min(rest, rest + early - worked)
 
 
-def _share_waiting(everyone: Sequence[RankTimes]) -> None:
-    is_pipeline = any(each.facts.place.pp for each in everyone)
-    late = _lateness(everyone)
-    for pipeline in _grouped(everyone, lambda place: (place.dp, place.tp)):
-        latest = sorted((late[each.facts.rank] for each in pipeline), reverse=True)
-        for each in pipeline:
-            rank = each.facts.rank
-            others = latest[0] if late[rank] < latest[0] else (latest[1:] or [0.0])[0]
-            straggler = min(each.waiting, others) if is_pipeline else each.waiting
-            each.parts["straggler"] += straggler
-            each.parts["bubble"] += each.waiting - straggler
+def _share_waiting(pipeline: Sequence[RankTimes], late: Mapping[int, float], is_pipeline: bool) -> None:
+    latest = sorted([late[each.facts.rank] for each in pipeline], reverse=True)
+    for each in pipeline:
+        others = latest[0] if late[each.facts.rank] < latest[0] else (latest[1:] or [0.0])[0]
+        straggler = min(each.waiting, others) if is_pipeline else each.waiting
+        each.parts["straggler"] += straggler
+        each.parts["bubble"] += each.waiting - straggler
 
 
-def _lateness(everyone: Sequence[RankTimes]) -> dict[int, float]:
+def _lateness(with_same_work: Iterable[Sequence[RankTimes]]) -> dict[int, float]:
     """By how much each rank computes longer than the fastest one with the same work."""
     late: dict[int, float] = {}
-    for same in _grouped(everyone, lambda place: place.pp):
-        least = min(each.compute_wall for each in same)
-        late |= {each.facts.rank: each.compute_wall - least for each in same}
+    for same in with_same_work:
+        least = min([each.compute_wall for each in same])
+        for each in same:
+            late[each.facts.rank] = each.compute_wall - least
     return late
 
 
-def _pipeline_lengths(everyone: Sequence[RankTimes]) -> list[float]:
-    """Of each rank's pipeline, from its first action's start to its last one's end."""
-    lengths: dict[tuple[int, int], float] = {}
-    for pipeline in _grouped(everyone, lambda place: (place.dp, place.tp)):
-        spans = [each.actions for each in pipeline if each.actions is not None]
-        place = pipeline[0].facts.place
-        lengths[place.dp, place.tp] = max(e for _, e in spans) - min(s for s, _ in spans) if spans else 0.0
-    return [lengths[each.facts.place.dp, each.facts.place.tp] for each in everyone]
+def _length(pipeline: Iterable[RankTimes]) -> float:
+    """From its first action's start to its last one's end."""
+    spans = [each.actions for each in pipeline if each.actions is not None]
+    return max([end for _, end in spans]) - min([start for start, _ in spans]) if spans else 0.0
 
 
 def _result(times: RankTimes, pipeline: float) -> RankStep:
-    parts = TimeParts(tuple(max(0.0, times.parts[part]) for part in PARTS))
+    parts = TimeParts(tuple([max(0.0, times.parts[part]) for part in PARTS]))
     return RankStep(
         rank=times.facts.rank,
         seconds=times.seconds,

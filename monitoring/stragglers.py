@@ -58,7 +58,8 @@ class StragglerDetector:
             self._latest[rank].append(score)
             self._judge(Straggler(rank, score, compared_with, times.step))
         self.scores = {rank: median(latest) for rank, latest in self._latest.items()}
-        self._name_hosts(ranks)
+        if self._named:
+            self._name_hosts(ranks)
 
     def _compare(
         self, steps: Sequence[RankStep], ranks: Mapping[int, RankFacts], crowded: frozenset[str]

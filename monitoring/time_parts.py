@@ -56,5 +56,7 @@ NO_TIME = TimeParts()
 
 def mean_of(each: Sequence[TimeParts]) -> TimeParts:
     """Of several ranks."""
-    total = sum(each, NO_TIME)
-    return TimeParts(tuple(value / max(1, len(each)) for value in total.seconds))
+    if not each:
+        return NO_TIME
+    columns = zip(*[parts.seconds for parts in each], strict=True)
+    return TimeParts(tuple([sum(column) / len(each) for column in columns]))

@@ -1,4 +1,4 @@
-"""Sends what a rank's recorder holds to the rank's owner, some times a second, while the engine thread computes."""
+"""Sends what a rank's recorder holds to the rank's owner, about once a second, while the engine thread computes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from monitoring.recorder import Recorder
 from parallel3d.data.queue_depths import QueueDepths
 from runtime.control import MAX_MESSAGE_BYTES
 
-INTERVAL = 0.5  # seconds: whoever takes the events wakes up for them, on a core that ranks may want
+INTERVAL = 1.0  # seconds: whoever takes the events wakes up for them, on a core that ranks may want
 _PAUSE = 0.005  # seconds between looks whether the engine computes
 _MOST = (MAX_MESSAGE_BYTES - 256) * 3 // 4 // RECORD_BYTES  # events of a message, which is base64 and some words
-_MOST_MESSAGES = 8  # at a time: the event loop has other things to do
+_SOON = 0.1  # seconds, where there was more than may be sent at a time
+_MOST_MESSAGES = 4  # at a time: the event loop has other things to do
 
 
 class Listener(Protocol):
@@ -55,18 +56,17 @@ class EventSender:
         """Between steps others wait for this rank; but where none comes, as without data, it is told all the same."""
         now, pause = self._clock(), _PAUSE
         if self._is_computing() or now > self._due + INTERVAL:
-            self.send_some()
-            self._due, pause = now + INTERVAL, INTERVAL
+            pause = _SOON if self.send_some() else INTERVAL
+            self._due = now + pause
         self._timer = asyncio.get_running_loop().call_later(pause, self._ring)
 
-    def send_some(self) -> None:
-        """As much as may be sent at a time."""
-        for _ in range(_MOST_MESSAGES):
-            if self._listener.is_behind or not self._send_one():
-                break
+    def send_some(self) -> bool:
+        """As much as may be sent at a time. Whether there may be more."""
+        there_is_more = all(not self._listener.is_behind and self._send_one() for _ in range(_MOST_MESSAGES))
         depth = None if self._queue is None else self._queue.take()
         if depth is not None and self._queue is not None:
             self._listener.send("queue", mean=depth, capacity=self._queue.capacity)
+        return there_is_more
 
     def _send_one(self) -> bool:
         """False where there was nothing."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 _PIPELINE_SHARE = 0.001
-"""Of a core that drawing pipelines may take: a large one is simulated less often than twice a second."""
+"""Of a core that drawing pipelines may take: a large one is simulated less often than once a second."""
 
 
 def page_of(station: Station, observer: Observer) -> list[web.RouteDef]:

@@ -26,7 +26,7 @@ _HEARTBEAT = ": still here\n\n"  # how a connection that is gone is noticed
 class Pace(NamedTuple):
     """In seconds."""
 
-    messages: float = 0.5
+    messages: float = 1.0
     """At least so long between two writes to a browser."""
     state: float = 1.0
     heartbeat: float = 10.0
