@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 
 from tests.contract import RANKS, SCENARIOS
+from tests.made_once import made_once
 from tests.processes import Launched
 
 pytestmark = pytest.mark.slow
@@ -24,27 +26,24 @@ TRANSPORTS = {
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcomes]:
     """What each rank wrote, by transport. One launch runs all scenarios, when first asked."""
-    known: dict[str, Outcomes] = {}
 
+    @cache
     def outcomes(transport: str) -> Outcomes:
-        if transport not in known:
-            folder = tmp_path_factory.mktemp("contract")
-            known[transport] = []  # so that a launch that fails is not repeated for every scenario
-            with Launched(
-                "-n", str(RANKS), RANK, str(folder), *SCENARIOS, preload=None, **TRANSPORTS[transport]
-            ) as launched:
-                code = launched.finish(seconds=90)
-                assert (code, launched.stdout.text, launched.stderr.text) == (0, "", "")
-            known[transport] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
-        return known[transport]
+        folder = made_once(tmp_path_factory, f"contract {transport}", partial(launch, transport))
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
     return outcomes
+
+
+def launch(transport: str, folder: Path) -> None:
+    with Launched("-n", str(RANKS), RANK, str(folder), *SCENARIOS, preload=None, **TRANSPORTS[transport]) as launched:
+        code = launched.finish(seconds=90)
+        assert (code, launched.stdout.text, launched.stderr.text) == (0, "", "")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_contract(outcomes, name, transport):
     found = outcomes(transport)
-    assert found, "the launch failed; see the first failure"
     failures = [f"rank {rank}:\n{outcome[name]}" for rank, outcome in enumerate(found) if outcome[name]]
     assert not failures, "\n".join(failures)

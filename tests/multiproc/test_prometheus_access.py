@@ -71,9 +71,9 @@ def test_with_token_and_root_it_is_let_in(port, secrets, tmp_path):
     ("tls", "token", "ca", "said"),
     [
         (True, "wrong", "ca.pem", "401"),
-        (True, None, "ca.pem", "401"),
+        pytest.param(True, None, "ca.pem", "401", marks=pytest.mark.exhaustive),
         (True, "token", None, "certificate"),
-        (False, "token", None, ""),
+        pytest.param(False, "token", None, "", marks=pytest.mark.exhaustive),
     ],
     ids=["wrong token", "no token", "no root", "no TLS"],
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d.finished_run import load_run
+from tests.made_once import made_once
 from tests.processes import Started, write_script
 
 OWN = """
@@ -47,7 +48,10 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
     """One rank in `one`, two replicas in `two`."""
-    folder = tmp_path_factory.mktemp("runs")
+    return made_once(tmp_path_factory, "reported-runs", make_runs)
+
+
+def make_runs(folder: Path) -> None:
     (folder / "own.yaml").write_text(YAML)
     write_script(folder, OWN, "own.py")
     for name, dp in (("one", 1), ("two", 2)):
@@ -55,7 +59,6 @@ def runs(tmp_path_factory) -> Path:
         with Started("-m", "parallel3d", *words, cwd=folder) as started:
             assert started.finish(60) == 0, started.stderr.text
             (folder / f"{name}.stderr").write_text(started.stderr.text)
-    return folder
 
 
 def parallel3d(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

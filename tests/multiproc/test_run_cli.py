@@ -72,7 +72,12 @@ def test_json_is_all_there_is_on_stdout(run_yaml, tmp_path):
     ("trouble", "code", "words"),
     [
         ("raise 1 2", 4, "parallel3d: rank 1 (dp=1 tp=0 pp=0) failed first: ValueError: the model has an opinion"),
-        ("kill 1 2", 4, "parallel3d: rank 1 (dp=1 tp=0 pp=0) failed first: killed by SIGKILL"),
+        pytest.param(
+            "kill 1 2",
+            4,
+            "parallel3d: rank 1 (dp=1 tp=0 pp=0) failed first: killed by SIGKILL",
+            marks=pytest.mark.exhaustive,
+        ),
         ("hang 1 2", 124, "rank 1 (dp=1 tp=0 pp=0) has not called it"),
     ],
 )
@@ -88,7 +93,9 @@ def test_what_fails_after_the_start(run_yaml, trouble, code, words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.exhaustive)]
+)
 def test_an_interrupted_run(run_yaml, number, code):
     with run(run_yaml, "--set", "train.steps=1000000") as started:
         started.stderr.wait_for("^step")

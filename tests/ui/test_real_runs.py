@@ -103,6 +103,7 @@ def test_a_page_that_is_reloaded_while_its_run_goes_on(tmp_path, open_page):
         assert page.locator("#pipeline .row-fact").count() == 2
 
 
+@pytest.mark.exhaustive
 def test_a_finished_run_and_its_report(tmp_path, open_page, pictures):
     config = str(ROOT / "configs" / "mesh-2x2x2.yaml")
     with run(config, "--run-dir", "folder", "--set", "train.steps=40", cwd=tmp_path) as started:
