@@ -27,9 +27,6 @@ class RankFacts:
     """Numbers that it trains."""
     num_cores: int = 0
     """Of its host, as far as the rank may use them."""
-    num_buckets: int = 0
-    """That its gradients are reduced in."""
-    pid: int | None = None
 
     @property
     def is_cpu(self) -> bool:

@@ -211,14 +211,11 @@ class Observer:
         self.ranks[rank] = RankFacts(rank, Place(dp, tp, pp), **self._ready.get(rank, {}))
 
     def _take_ready(self, rank: int, message: Mapping[str, Any]) -> None:
-        pid = message.get("pid")
         self._ready[rank] = {
             "host": text(message.get("host", "")),
             "device": text(message["device"]),
             "parameters": count(message["parameters"]),
             "num_cores": count(message.get("num_cores", 0)),
-            "num_buckets": count(message.get("num_buckets", 0)),
-            "pid": None if pid is None else count(pid),
         }
         if rank in self.ranks:
             self.ranks[rank] = replace(self.ranks[rank], **self._ready[rank])

@@ -154,11 +154,6 @@ class Coordinator:
             raise InvalidCall(f"learning_rate = {rate!r}: give a number that is not negative, or None.")
         self._own_rate = rate
 
-    @property
-    def num_buckets(self) -> int:
-        """That this rank's gradients are reduced in; 0 where there is a single replica."""
-        return len(self._sync.buckets) if self.mesh.dp.size > 1 else 0
-
     def memory(self) -> dict[str, int]:
         """Bytes of this rank's tensors that stay from step to step, by kind."""
         return {

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from monitoring.report import Report
-from parallel3d.cli.run_text import show_bytes
-from parallel3d.drawing.words import count, percent
+from parallel3d.drawing.words import count, percent, show_bytes
 
 __all__ = ["WHOLE", "facts", "memory_kinds", "milliseconds", "remedy", "show_bytes"]
 

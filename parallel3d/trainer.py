@@ -129,10 +129,8 @@ def facts_of(coordinator: Coordinator) -> dict[str, object]:
     return {
         "device": _device_name(mesh),
         "parameters": coordinator.performance().parameters,
-        "pid": os.getpid(),
         "host": mesh.hosts[mesh.rank],
         "num_cores": len(os.sched_getaffinity(0)),
-        "num_buckets": coordinator.num_buckets,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -44,8 +45,6 @@ class RankOwner:
         self._rank, self._folder, self._on_step, self._make_watch = rank, folder, on_step, make_watch
         self._watch: Watch | None = None
         self._outbox = Outbox()
-        self.num_unheard = 0
-        """Messages that whoever looks on failed over."""
 
     @property
     def is_behind(self) -> bool:
@@ -68,10 +67,8 @@ class RankOwner:
             self._folder.event("step", **step_event(step))
             self._on_step(self.record, step)
         if self._watch is not None:
-            try:
+            with suppress(Exception):  # whoever looks on must not end a run
                 self._watch.take(rank, message)
-            except Exception:  # whoever looks on must not end a run
-                self.num_unheard += 1
 
     async def work(self, make: MakeCoordinator) -> None:
         """All of the run; the folder is complete then, also when it fails."""

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from monitoring.time_parts import PARTS, TimeParts, mean_of
 from parallel3d.cli.json_lines import dump
+from parallel3d.drawing.words import show_bytes
 from parallel3d.run_record import RunRecord, RunStep
 
 _REDRAW_SECONDS = 0.1
@@ -82,11 +83,6 @@ def describe(record: RunRecord, step: RunStep, bubble: float | None = None) -> l
     if memory is not None:
         pairs.append(("memory", show_bytes(memory)))
     return pairs
-
-
-def show_bytes(count: int) -> str:
-    """In the unit that people would choose."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def time_table(record: RunRecord, metrics: Mapping[str, Any]) -> str:

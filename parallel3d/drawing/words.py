@@ -26,6 +26,11 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun if number == 1 else plural}"
 
 
+def show_bytes(size: int) -> str:
+    """In the unit that people would choose."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
 def plain(text: str) -> str:
     """Without what a terminal obeys or XML refuses, and not too long: the end of a path says most."""
     text = "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -63,7 +63,7 @@ class Run:
     def take_places(self, device: str = "cpu") -> None:
         for rank in range(2):
             self.observer.take(rank, {"kind": "mesh", "coords": [rank, 0, 0]})
-            told = {"device": device, "parameters": 5, "host": f"host{rank}", "num_cores": 2, "num_buckets": 1}
+            told = {"device": device, "parameters": 5, "host": f"host{rank}", "num_cores": 2}
             self.observer.take(rank, {"kind": "ready", **told})
 
     def take_step(self, step: int, seconds: float, **changed) -> None:

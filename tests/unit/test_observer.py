@@ -58,15 +58,15 @@ def make_step(observer: Observer, step: int, computes: tuple[float, ...] = (0.3,
 
 def test_ranks_introduce_themselves_in_any_order():
     observer = Observer(RunFacts(world_size=2, dp=2))
-    ready = {"device": "cpu", "parameters": 7, "pid": 42, "host": "a", "num_cores": 8, "num_buckets": 3}
+    ready = {"device": "cpu", "parameters": 7, "host": "a", "num_cores": 8}
     observer.take(0, {"kind": "ready", **ready})
     assert observer.ranks == {}
     for rank in (0, 1):
         observer.take(rank, {"kind": "mesh", "coords": [rank, 0, 0]})
     observer.take(1, {"kind": "ready", "device": "NVIDIA A100", "parameters": 9})
     first, second = observer.ranks[0], observer.ranks[1]
-    assert (first.place, first.host, first.num_cores, first.num_buckets) == (Place(0, 0, 0), "a", 8, 3)
-    assert (first.pid, first.is_cpu) == (42, True)
+    assert (first.place, first.host, first.num_cores) == (Place(0, 0, 0), "a", 8)
+    assert first.is_cpu
     assert (second.place, second.device, second.parameters, second.is_cpu) == (Place(1, 0, 0), "NVIDIA A100", 9, False)
 
 

@@ -7,8 +7,9 @@ import json
 
 import pytest
 
-from parallel3d.cli.run_text import LiveLine, say_summary, show_bytes, summary, time_table
+from parallel3d.cli.run_text import LiveLine, say_summary, summary, time_table
 from parallel3d.config import load_config
+from parallel3d.drawing.words import show_bytes
 from parallel3d.run_record import ModelFacts, RunError, RunRecord, Status
 from tests.unit.test_run_record import step_message, watch
 

@@ -81,7 +81,7 @@ async def test_every_rank_tells_of_every_step():
     first, second = await trained(4, {})
     for ear in (first, second):
         (ready,) = ear.of("ready")
-        assert (ready["device"], ready["parameters"], ready["pid"]) == ("cpu", 6, os.getpid())
+        assert (ready["device"], ready["parameters"]) == ("cpu", 6)
         assert ear.of("memory")[-1]["bytes"] > 1 << 20
         assert ear.of("memory")[-1]["kinds"] == {"weights": 24, "gradients": 24, "optimizer": 48}
         assert (ready["num_cores"], ready["num_buckets"]) == (len(os.sched_getaffinity(0)), 1)
@@ -349,7 +349,6 @@ async def test_who_looks_on_at_rank_0_hears_all_ranks(tmp_path, monkeypatch, fai
         reports = {"loop_lag", "collectives"} if interval == 0 else set()
         assert {message["kind"] for message in watch.taken[rank]} == expected | reports
         assert watch.steps(rank) == [0, 1, 2, 3]
-    assert first.num_unheard == (sum(map(len, watch.taken.values())) if fails else 0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
