@@ -42,7 +42,6 @@ def stand_in_run(config: RunConfig, **options: Any) -> Run:
 class StandIn:
     """Step k has the loss 10 - k."""
 
-
     def __init__(self, config: RunConfig) -> None:
         self.config, self.mesh = config, parallel3d.mesh(config)
         self.learning_rate: float | None = None
