@@ -1,4 +1,4 @@
-"""A state of nested values and tensors as JSON and raw tensors, and back: nothing that comes from a socket is unpickled."""
+"""A state of nested values and tensors as JSON and raw tensors, and back: nothing from a socket is unpickled."""
 
 from __future__ import annotations
 

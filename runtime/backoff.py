@@ -20,6 +20,6 @@ class Backoff:
     def next(self) -> float:
         """Seconds: between a half and the whole of what doubling gives, so that a thousand workers whose server came
         back do not all knock at once."""
-        longest = min(self._most, self._first * 2 ** min(self._num_failed, 32))
+        longest: float = min(self._most, self._first * 2 ** min(self._num_failed, 32))
         self._num_failed += 1
         return longest * random.uniform(0.5, 1.0)

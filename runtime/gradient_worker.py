@@ -13,11 +13,12 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Protocol, Self
 
-from runtime.addresses import parse_address
 from runtime.backoff import Backoff
 from runtime.errors import InvalidCall, Mismatch, PeerLost
 from runtime.frame_reader import Item
-from runtime.link import LinkLost, connect
+from runtime.link import LinkLost, connect, split_address
+from runtime.logs import logger
+from runtime.membership import Application
 from runtime.raw_parts import RawPart
 from runtime.wire import Reason, WireError
 from runtime.worker_session import Outgoing, Session
@@ -59,8 +60,8 @@ class GradientClient:
         has_state: bool = False,
         give_up_seconds: float = GIVE_UP_SECONDS,
     ) -> None:
-        self._host, self._port = parse_address(address)
         self.address = address
+        split_address(address)  # which says what is wrong with it
         self._token = token.encode() if isinstance(token, str) else token or b""
         self.node_id = node_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.keeper, self._tls, self._give_up_seconds = keeper, tls, give_up_seconds
@@ -74,6 +75,7 @@ class GradientClient:
         self._sent_as: tuple[Session, int] | None = None
         """The connection and the attempt that the gradient is being sent for."""
         self._failure: Exception | None = None
+        self._log = logger(worker=self.node_id, server=address)
         self._changed = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
         self._has_share = self._is_closed = False
@@ -128,9 +130,10 @@ class GradientClient:
     async def next_share(self) -> Share | None:
         """None where the server has ended in order."""
         self._refuse_if_closed("next_share")
+        if self._has_share and self._turn.share is not None:
+            raise InvalidCall(f"the share of step {self._turn.share.step} has no average yet: await that first.")
         self._has_share, self._outgoing = False, None
         self._stop_sending()
-        self._turn.give_up_share()
         while True:
             if self._failure is None and self._turn.state is not None:
                 self._load()
@@ -151,6 +154,8 @@ class GradientClient:
         self._refuse_if_closed("begin")
         if not self._has_share:
             raise InvalidCall("a gradient belongs to a share: ask for the next one first.")
+        if self._outgoing is not None:
+            raise InvalidCall("this share's gradient is on its way already.")
         if self._turn.share is None:
             return None
         self._turn.expect(homes)
@@ -224,10 +229,14 @@ class GradientClient:
                 self._session = session = await self._connect()
                 self.num_joins += 1
                 self._changed.set()
-                await session.lasts()
+                why = await session.lasts()
                 self._session = None
                 self._turn.lost()
                 self._send_as_told()
+                if self._turn.left is None and self._failure is None:
+                    self._log.warning("the gradient server was lost", error=str(why))
+                if self._failure is not None:
+                    return
         except Exception as error:
             self._fail(error)
 
@@ -243,6 +252,8 @@ class GradientClient:
                     raise
                 why: Exception = error
             except (LinkLost, WireError, TimeoutError) as error:
+                if is_hopeless(error):
+                    raise PeerLost(f"the gradient server at {self.address} is not the right one: {error}") from error
                 why = error
             if time.monotonic() > deadline:
                 raise PeerLost(
@@ -251,8 +262,10 @@ class GradientClient:
             await asyncio.sleep(backoff.next())
 
     async def _join(self) -> Session:
-        link = await connect(self._host, self._port, timeout=_TRY_SECONDS, tls=self._tls)
-        session = Session(link, self._token, self.node_id, self._turn.next_step, self._turn.has_state, self._hear)
+        link = await connect(self.address, timeout=_TRY_SECONDS, tls=self._tls)
+        turn = self._turn
+        application = Application(self._token, self.node_id, step=turn.next_step, has_state=turn.has_state)
+        session = Session(link, application, self._hear)
         try:
             self.worker_id = (await session.join()).worker_id
         except BaseException as error:
@@ -298,11 +311,21 @@ class GradientClient:
             self._sending = asyncio.create_task(self._send(wanted[0], self._outgoing, share))
 
     async def _send(self, session: Session, outgoing: Outgoing, share: Share) -> None:
-        with suppress(LinkLost):  # it is sent again on the next connection
+        try:
             await session.send_gradient(outgoing, share)
+        except LinkLost:
+            pass  # it is sent again on the next connection
+        except Exception as error:
+            self._fail(error)
 
     def _stop_sending(self) -> None:
         self._sent_as = None
         if self._sending is not None:
             self._sending.cancel()
             self._sending = None
+
+
+def is_hopeless(error: Exception) -> bool:
+    """Whether another try would end as this one did."""
+    is_impostor = isinstance(error, WireError) and error.reason is Reason.BAD_TOKEN
+    return is_impostor or isinstance(error.__cause__, ssl.SSLCertVerificationError)

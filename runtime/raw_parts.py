@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from runtime.frame_reader import VectorBegins, VectorPiece
@@ -22,7 +23,8 @@ class RawPart(NamedTuple):
         return Part(self.dtype, self.data.nbytes // self.dtype.num_bytes)
 
 
-class Slice(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Slice:
     """What one chunk carries."""
 
     offset: int

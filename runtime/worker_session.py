@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable, Sequence
 
 from runtime.frame_reader import Item
 from runtime.link import Link, LinkLost
-from runtime.membership import server_proof, worker_proof
+from runtime.membership import Application
 from runtime.raw_parts import RawPart, Slice, rows, slices
 from runtime.wire import (
     VERSION,
@@ -18,18 +17,14 @@ from runtime.wire import (
     Chunk,
     Codec,
     GradientDone,
-    Hello,
     Kind,
     Leave,
     Message,
-    Proof,
-    Reason,
     Refused,
     StateDone,
     StateWanted,
     Table,
     Welcome,
-    WireError,
     encode_parts,
     make_chunk,
 )
@@ -69,18 +64,17 @@ class Outgoing:
 class Session:
     """From the first byte to the last of one link, which it ends."""
 
-    def __init__(self, link: Link, token: bytes, node_id: str, step: int, has_state: bool, on_item: OnItem) -> None:
-        self._link, self._token, self._on_item = link, token, on_item
-        self._hello = Hello(VERSION, node_id, secrets.token_bytes(16), step, has_state)
-        self._challenge: Challenge | None = None
-        self._joined: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
-        self._lost: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+    def __init__(self, link: Link, application: Application, on_item: OnItem) -> None:
+        self._link, self._application, self._on_item = link, application, on_item
+        loop = asyncio.get_running_loop()
+        self._joined: asyncio.Future[Welcome] = loop.create_future()
+        self._lost: asyncio.Future[Exception | None] = loop.create_future()
         self.welcome: Welcome | None = None
         link.on_item, link.on_lost = self._hear, self._end
 
     async def join(self) -> Welcome:
         """Raises LinkLost, WireError and ServerRefused."""
-        self._write(self._hello)
+        self._write(self._application.hello)
         return await self._joined
 
     # What the link calls.
@@ -89,28 +83,18 @@ class Session:
         if self.welcome is not None:
             self._on_item(item)
             return
-        try:
-            self._shake_hands(item)
-        except Exception as error:
-            self.abort(error)
-
-    def _shake_hands(self, item: Item) -> None:
         match item:
-            case Challenge() if self._challenge is None:
-                self._challenge = item
-                self._write(Proof(worker_proof(self._token, item.nonce, self._hello)))
-            case Welcome() if self._challenge is not None:
-                if not server_proof_is_right(self._token, self._challenge, self._hello, item):
-                    raise WireError(Reason.BAD_TOKEN, "the server does not know this worker's token.")
+            case Challenge():
+                self._write(self._application.prove(item))
+            case Welcome():
+                self._application.check(item)
                 self.welcome = item
                 self._link.joined(VERSION)
                 self._joined.set_result(item)
             case Refused():
-                raise ServerRefused(item.reason, item.detail)
-            case Leave():
-                raise LinkLost(f"the server ends: {item.reason}")
+                self.abort(ServerRefused(item.reason, item.detail))
             case _:
-                raise WireError(Reason.NOT_JOINED, f"{type(item).__name__}.")
+                self.abort(LinkLost("the server ends"))
 
     def _end(self, error: Exception | None) -> None:
         """The link is gone."""
@@ -176,7 +160,12 @@ class Session:
 
     async def flushed(self) -> None:
         """Until nothing refers to memory that was sent. Raises LinkLost."""
-        await self._link.drain(0)
+        while self._link.is_open and self._link.bytes_waiting:  # noqa: ASYNC110 - the transport tells nobody
+            await asyncio.sleep(0.001)
+
+    async def closed(self) -> None:
+        """Until the connection is gone; the link sees to it that this takes seconds at most."""
+        await self._link.closed()
 
     def leave(self, reason: str) -> None:
         """Say so, and close after it was sent."""
@@ -203,10 +192,3 @@ class Session:
             if now - self._link.last_heard > most and not was_deaf:
                 self.abort(LinkLost(f"the server was not heard for {most:g} s"))
         return self._lost.result()
-
-
-def server_proof_is_right(token: bytes, challenge: Challenge, hello: Hello, welcome: Welcome) -> bool:
-    """Whether who welcomes us knows the token too."""
-    import hmac
-
-    return hmac.compare_digest(server_proof(token, challenge.nonce, hello), welcome.mac)

@@ -37,7 +37,7 @@ class ShareChanged(Parallel3DError):
 
 
 class ServerRefused(Parallel3DError):
-    """The gradient server refuses this worker, or has halted. `reason` is one of the protocol's, `detail` for people."""
+    """The gradient server refuses this worker, or has halted. `reason` is one of the protocol's."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(reason, detail)
