@@ -44,6 +44,8 @@ class JoinedTraining:
         self._mesh, self._stack = alone(config), contextlib.AsyncExitStack()
         self._executors: dict[int, Executor] = {}
         self._ended = 0.0
+        self.is_making = False
+        """Whether a step is under way, and not waited for."""
 
     async def __aenter__(self) -> Self:
         """Makes model, data and optimizer, then joins."""
@@ -80,8 +82,14 @@ class JoinedTraining:
             async for share in shares:
                 if share.step >= self.config.train.steps:
                     return
-                with contextlib.suppress(ShareChanged):  # the share that takes its place is next
-                    yield await self._make(share)
+                self.is_making = True
+                try:
+                    step = await self._make(share)
+                except ShareChanged:
+                    continue  # the share that takes its place is next
+                finally:
+                    self.is_making = False
+                yield step
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Every parameter by its path, as it is now."""
