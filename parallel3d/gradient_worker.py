@@ -164,7 +164,7 @@ class GradientWorker:
         average = await self._client.average(
             [each.sent for each in parts],
             [each.received for each in parts],
-            loss=float(loss),
+            loss=float(loss.detach() if isinstance(loss, torch.Tensor) else loss),
             correct=int(correct),
             total=total,
         )

@@ -96,8 +96,8 @@ class ScriptedLink:
         self, kind: Kind, step: int, attempt: int, parts: list[Array], *, num_chunks: int | None = None
     ) -> None:
         """A table, and its chunks; or only so many of them."""
-        dtypes = {"f": Dtype.FLOAT32, "d": Dtype.FLOAT64, "B": Dtype.UINT8}
-        table = Table(kind, step, attempt, tuple(Part(dtypes[each.dtype.char], each.size) for each in parts))
+        dtypes = {each.numpy: each for each in Dtype}
+        table = Table(kind, step, attempt, tuple(Part(dtypes[each.dtype], each.size) for each in parts))
         self.send(table)
         frames = []
         for index, part in enumerate(parts):
