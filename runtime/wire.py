@@ -59,6 +59,7 @@ __all__ = [
     "LAYOUTS",
     "LENGTH_BYTES",
     "MAX_CHUNK",
+    "MAX_FRAME",
     "MAX_FRAME_V1",
     "MAX_FRAME_V2",
     "MAX_PARTS",
@@ -110,7 +111,6 @@ __all__ = [
     "encode_parts",
     "item_bytes",
     "make_chunk",
-    "max_frame",
     "unpack",
 ]
 
@@ -124,16 +124,12 @@ Message: TypeAlias = MessageV1 | MessageV2
 
 LAYOUTS = {tag: Layout(tag, kind) for tag, kind in (TAGS_V1 | TAGS_V2).items()}
 """By tag."""
+MAX_FRAME = {tag: MAX_SMALL if layout.streamed is None else MAX_FRAME_V1 for tag, layout in LAYOUTS.items()} | {
+    0x27: MAX_TABLE,
+    0x28: MAX_FRAME_V2,
+}
+"""By tag: the most bytes that a frame may have after its length."""
 _BY_KIND = {layout.kind: layout for layout in LAYOUTS.values()}
-
-
-def max_frame(tag: int) -> int:
-    """The most bytes, after the length, that a frame with this tag may have."""
-    if tag == 0x28:
-        return MAX_FRAME_V2
-    if tag == 0x27:
-        return MAX_TABLE
-    return MAX_SMALL if LAYOUTS[tag].streamed is None else MAX_FRAME_V1
 
 
 def encode(message: Message) -> bytes:
@@ -146,9 +142,9 @@ def encode_parts(message: Message) -> list[Bytes]:
     layout = _BY_KIND[type(message)]
     pieces = [bytes([layout.tag]), *layout.put(message)]
     length = sum(len(piece) for piece in pieces)
-    if length > max_frame(layout.tag):
+    if length > MAX_FRAME[layout.tag]:
         raise WireError(
-            Reason.TOO_LONG, f"{layout.kind.__name__} of {length} bytes, of at most {max_frame(layout.tag)}."
+            Reason.TOO_LONG, f"{layout.kind.__name__} of {length} bytes, of at most {MAX_FRAME[layout.tag]}."
         )
     return _joined([struct.pack(">I", length), *pieces])
 
@@ -172,7 +168,7 @@ def decode(body: Bytes) -> Message:
     layout = LAYOUTS.get(tag)
     if layout is None:
         raise WireError(Reason.UNKNOWN_TAG, f"{tag:#04x}.")
-    if len(body) > max_frame(tag):
-        raise WireError(Reason.TOO_LONG, f"{layout.kind.__name__} of {len(body)} bytes, of at most {max_frame(tag)}.")
+    if len(body) > MAX_FRAME[tag]:
+        raise WireError(Reason.TOO_LONG, f"{layout.kind.__name__} of {len(body)} bytes, of at most {MAX_FRAME[tag]}.")
     message = cast(Message, layout.take(Source(memoryview(body), 1)))
     return message.check() if isinstance(message, Table) else message

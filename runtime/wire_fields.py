@@ -145,12 +145,11 @@ class Numbers:
 
     def take(self, source: Source) -> Sequence[Any]:
         values: Sequence[Any] = self._struct.unpack(source.take(self._struct.size))
-        if not self._converts:
-            return values
-        named = list(values)
-        for index, convert in self._converts:
-            named[index] = convert(named[index])
-        return named
+        if self._converts:
+            values = list(values)
+            for index, convert in self._converts:
+                values[index] = convert(values[index])
+        return values
 
     def span(self, data: Bytes | bytearray, at: int) -> int:
         return self._struct.size
@@ -259,9 +258,10 @@ def one_of(names: type[IntEnum], reason: Reason = Reason.UNEXPECTED) -> Number:
     known = {int(name): name for name in names}
 
     def convert(value: int) -> IntEnum:
-        if value not in known:
-            raise WireError(reason, f"{names.__name__.lower()} {value} of {len(known)}.")
-        return known[value]
+        try:
+            return known[value]
+        except KeyError:
+            raise WireError(reason, f"{names.__name__.lower()} {value} of {len(known)}.") from None
 
     return Number("B", convert)
 
@@ -305,6 +305,7 @@ class Layout:
         tail = self.steps[streamed[0] + 1 :] if streamed else ()
         self.tail_bytes = sum(step.span(b"", 0) for _, step in tail)
         """After a streamed vector only numbers come."""
+        self.no_tail = [0 for names, _ in tail for _ in names]
 
     def put(self, message: Any) -> list[Bytes]:
         """The frame's pieces after the tag."""
@@ -325,6 +326,26 @@ class Layout:
         for _, step in self.steps[: self.streamed + 1]:
             at += step.span(held, at)
         return at
+
+    def take_head(self, held: bytes) -> tuple[list[Any], int | None]:
+        """The values before a streamed vector, and how many elements it has, where it says so itself."""
+        assert self.streamed is not None
+        source, values = Source(memoryview(held), 1), list[Any]()
+        for _, step in self.steps[: self.streamed]:
+            values += step.take(source)
+        return values, _U64.unpack(source.take(8))[0] if source.at < len(held) else None
+
+    def with_tail(self, head: Any, held: bytes) -> Any:
+        """The message with the values that came after its vector."""
+        assert self.streamed is not None
+        cut = self.streamed + 1
+        source, values = (
+            Source(memoryview(held)),
+            [getattr(head, name) for names, _ in self.steps[:cut] for name in names],
+        )
+        for _, step in self.steps[cut:]:
+            values += step.take(source)
+        return self.kind(*values)
 
 
 def _steps(named: Sequence[tuple[str, Any]]) -> tuple[tuple[tuple[str, ...], Step], ...]:
