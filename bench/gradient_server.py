@@ -171,7 +171,7 @@ def memories(size: int, crowds: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def crowded(settings: Settings) -> dict[str, Any]:
-    """What the others' step takes from the last gradient's end on, with idle connections and a slow reader and without."""
+    """What the others' step takes from the last gradient's end on, with many who are idle and one who is slow."""
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for number in range(settings.rounds):
         for is_crowded in (False, True) if number % 2 else (True, False):

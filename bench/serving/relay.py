@@ -1,6 +1,7 @@
 """What the gradient server is measured against: plain sockets, and one process through which the same bytes go.
 
-python relay.py WORKERS BYTES: prints its port; each round it takes so many bytes of every worker, then sends as many back.
+python relay.py WORKERS BYTES: prints its port; each round it takes so many bytes of every worker, then sends as many
+back.
 """
 
 from __future__ import annotations

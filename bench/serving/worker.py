@@ -1,9 +1,9 @@
 """A worker of bench/gradient_server.py: moves the same bytes in each step, and computes nothing.
 
-python worker.py KIND HOST PORT NUMBER BYTES STEPS: says `ready`, waits for a line, then says when it had sent each step's
-bytes, and when it had all of those that came back, as seconds of time.monotonic.
-KIND: plain (to the relay), v1 (version 1 of the wire, byte by byte), slow (the same, and reads slowly), v2 (the client that
-users have).
+python worker.py KIND HOST PORT NUMBER BYTES STEPS: says `ready`, waits for a line, then says when it had sent each
+step's bytes, and when it had all of those that came back, as seconds of time.monotonic.
+KIND: plain (to the relay), v1 (version 1 of the wire, byte by byte), slow (the same, and reads slowly), v2 (the client
+that users have).
 """
 
 from __future__ import annotations
