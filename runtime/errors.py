@@ -8,6 +8,8 @@ Parallel3DError
 │   └── ScheduleDeadlock   a table whose ranks would wait for each other; lives in parallel3d.simulation
 ├── DataError              a sample could not be had, or does not fit the others or the model
 ├── BenchmarkError         a contestant of a benchmark failed, or computed something wrong
+├── WireError              a peer's bytes are refused, and why; lives in runtime.wire
+├── LinkLost               a gradient server's peer is gone, or nobody is there; lives in runtime.link
 ├── NonFiniteGradient      gradients have become NaN or infinite; carries the ranks that have them
 └── CommunicationError     something between ranks; carries rank, coords, step and action
     ├── Mismatch           ranks called different things

@@ -1,0 +1,331 @@
+"""Bytes in, messages and pieces of long vectors out: sans-io, and it holds next to nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeAlias
+
+import numpy
+import xxhash
+
+from runtime.wire import (
+    LAYOUTS,
+    LENGTH_BYTES,
+    MAX_CHUNK,
+    MAX_FRAME,
+    MAX_FRAME_V1,
+    MAX_FRAME_V2,
+    MAX_SMALL,
+    TAGS_V1,
+    AveragedBlockGradient,
+    AveragedGradient,
+    AveragedNonBlockGradient,
+    BlockGradientPayload,
+    Bytes,
+    Chunk,
+    Codec,
+    GradientPayload,
+    Message,
+    NonBlockGradientPayload,
+    Reason,
+    WireError,
+    checksum,
+    decode,
+    item_bytes,
+    unpack,
+)
+from runtime.wire_fields import Layout
+
+VectorMessages: TypeAlias = (
+    GradientPayload
+    | AveragedGradient
+    | BlockGradientPayload
+    | AveragedBlockGradient
+    | NonBlockGradientPayload
+    | AveragedNonBlockGradient
+    | Chunk
+)
+
+
+@dataclass(frozen=True, slots=True)
+class VectorBegins:
+    """head: the message with an empty vector; fields that stand behind the vector are 0 as yet."""
+
+    head: VectorMessages
+    count: int
+    num_bytes: int
+    item_bytes: int
+    """Of one element; 0 where there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class VectorPiece:
+    """Whole elements. `data` is valid only until the next item."""
+
+    offset_bytes: int
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class VectorEnds:
+    """message: all fields but the vector. A chunk's checksum was right."""
+
+    message: VectorMessages
+
+
+Item: TypeAlias = Message | VectorBegins | VectorPiece | VectorEnds
+Items: TypeAlias = Sequence[Item]
+
+
+class Side(Enum):
+    """Whose reader it is: a server is told other things than a worker."""
+
+    SERVER = "server"
+    WORKER = "worker"
+
+
+_JOINS = {0x01, 0x02, 0x20, 0x21, 0x22, 0x23}
+_BEFORE_JOIN = {Side.SERVER: {0x01, 0x20, 0x22}, Side.WORKER: {0x02, 0x07, 0x21, 0x23, 0x24, 0x2D}}
+_AFTER_JOIN = {
+    (Side.SERVER, 1): {0x04, 0x06, 0x07, 0x08, 0x0A},
+    (Side.SERVER, 2): {0x27, 0x28, 0x29, 0x2C, 0x2D, 0x2E},
+    (Side.WORKER, 1): {0x03, 0x05, 0x06, 0x07, 0x09, 0x0B},
+    (Side.WORKER, 2): {0x24, 0x25, 0x26, 0x27, 0x28, 0x2A, 0x2B, 0x2C, 0x2D, 0x2E},
+}
+_MOST = {None: MAX_SMALL, 1: MAX_FRAME_V1, 2: MAX_FRAME_V2}
+"""Bytes of any frame, by the version that was joined."""
+_NO_VECTOR: Any = numpy.empty(0, "<f4")
+_ITEM_V1 = 4
+
+
+class FrameReader:
+    """One connection's frames. What is wrong raises WireError, then and whenever it is fed again.
+
+    length │ tag │ body                                    a small message, held until it is whole
+    length │ tag │ head │ vector … │ tail                  a vector's bytes are handed on as they come
+    length │ tag │ head │ packed                           a packed chunk, held, then unpacked
+    """
+
+    __slots__ = (
+        "_error",
+        "_hash",
+        "_head",
+        "_held",
+        "_is_first",
+        "_item_bytes",
+        "_layout",
+        "_left",
+        "_length",
+        "_max_frame",
+        "_need",
+        "_offset",
+        "_side",
+        "_stage",
+        "_version",
+        "_versions",
+    )
+
+    def __init__(
+        self, side: Side = Side.SERVER, *, versions: Collection[int] = (1, 2), max_frame: int = MAX_FRAME_V1
+    ) -> None:
+        """versions: those that may join. max_frame: the most that any frame may have, if less than the protocol's."""
+        self._side, self._versions, self._max_frame = side, frozenset(versions), max_frame
+        self._version: int | None = None
+        self._error: WireError | None = None
+        self._is_first = True
+        self._held = bytearray()
+        self._left = 0  # bytes of the vector that are still to come
+        self._offset = self._item_bytes = 0
+        self._hash: xxhash.xxh3_64 | None = None
+        self._head: Any = None
+        self._layout: Layout
+        self._next_frame()
+
+    def joined(self, version: int) -> None:
+        """From now on frames of this version are taken, up to its limits, and no joins."""
+        self._version = version
+
+    @property
+    def version(self) -> int | None:
+        """None before the join."""
+        return self._version
+
+    @property
+    def is_mid_frame(self) -> bool:
+        """Whether a part of a frame has come, and its end has not."""
+        return self._stage is not _STAGES[0] or bool(self._held)
+
+    def feed(self, data: Bytes) -> Iterator[Item]:
+        """What these bytes complete. To be exhausted before the data's memory is used again."""
+        if self._error is not None:
+            raise self._error
+        view = memoryview(data)
+        try:
+            yield from self._items(view)
+        except WireError as error:
+            self._error, self._held, self._head = error, bytearray(), None
+            raise
+
+    def _items(self, data: memoryview) -> Iterator[Item]:
+        at, end, held = 0, len(data), self._held
+        while at < end:
+            if self._left:
+                begin, at = at, min(end, at + self._left)
+                self._left -= at - begin
+                yield from self._pieces(data[begin:at])
+            else:
+                begin, at = at, min(end, at + self._need - len(held))
+                held += data[begin:at]
+            while not self._left and len(held) >= self._need:
+                yield from self._stage(self)
+
+    def _pieces(self, data: memoryview) -> Items:
+        """Whole elements of the vector's next bytes; a split one is held until its rest comes."""
+        if self._hash is not None:
+            self._hash.update(data)
+        pieces = []
+        if self._held:
+            missing = self._item_bytes - len(self._held)
+            self._held += data[:missing]
+            data = data[missing:]
+            if len(self._held) < self._item_bytes:
+                return ()
+            pieces.append(self._piece(memoryview(bytes(self._held))))
+            self._held.clear()
+        num_split = len(data) % self._item_bytes
+        if num_split:
+            self._held += data[-num_split:]
+            data = data[:-num_split]
+        if data:
+            pieces.append(self._piece(data))
+        return pieces
+
+    def _piece(self, data: memoryview) -> VectorPiece:
+        offset, self._offset = self._offset, self._offset + len(data)
+        return VectorPiece(offset, data)
+
+    def _next_frame(self) -> None:
+        self._held.clear()
+        self._head = self._hash = None
+        self._need, self._stage = LENGTH_BYTES, _STAGES[0]
+
+    def _on_length(self) -> Items:
+        length = int.from_bytes(self._held, "big")
+        if length == 0:
+            raise WireError(Reason.EMPTY)
+        if self._is_first and length > MAX_FRAME_V1:
+            raise WireError(Reason.NOT_A_FRAME, f"it begins with {bytes(self._held)!r}.")
+        self._check_length(length, _MOST[self._version])
+        self._is_first = False
+        self._held.clear()
+        self._length, self._need, self._stage = length, 1, _STAGES[1]
+        return ()
+
+    def _check_length(self, length: int, most: int) -> None:
+        most = min(most, self._max_frame)
+        if length > most:
+            raise WireError(Reason.TOO_LONG, f"a frame of {length} bytes, of at most {most}.")
+
+    def _on_tag(self) -> Items:
+        tag = self._held[0]
+        if self._version is None or tag not in _AFTER_JOIN[self._side, self._version]:
+            self._check_tag(tag)
+        self._check_length(self._length, MAX_FRAME[tag])
+        self._layout = LAYOUTS[tag]
+        if self._layout.streamed is None:
+            self._need, self._stage = self._length, _STAGES[2]
+        else:
+            self._need, self._stage = self._layout.head_bytes(b"", 1), _STAGES[3]
+        return ()
+
+    def _check_tag(self, tag: int) -> None:
+        """That it may come before the join; after the join it may not."""
+        if tag not in LAYOUTS:
+            raise WireError(Reason.UNKNOWN_TAG, f"{tag:#04x}.")
+        name, version = LAYOUTS[tag].kind.__name__, 1 if tag in TAGS_V1 else 2
+        if self._version is not None:
+            reason = Reason.ALREADY_JOINED if tag in _JOINS else Reason.UNEXPECTED
+            raise WireError(reason, f"{name}, to a {self._side.value} that speaks version {self._version}.")
+        if tag not in _BEFORE_JOIN[self._side]:
+            raise WireError(Reason.NOT_JOINED, f"{name}.")
+        if version not in self._versions:
+            raise WireError(Reason.VERSION_REFUSED, f"{name} is of version {version}.")
+
+    def _on_body(self) -> Items:
+        message = decode(bytes(self._held))
+        self._next_frame()
+        return (message,)
+
+    def _on_head(self) -> Items:
+        self._need = self._layout.head_bytes(self._held, 1)
+        if self._need > self._length:
+            raise WireError(Reason.TRUNCATED, f"{self._layout.kind.__name__} of {self._length} bytes.")
+        if self._need > MAX_SMALL:
+            raise WireError(Reason.TOO_LONG, f"{self._need} bytes before a vector, of at most {MAX_SMALL}.")
+        if len(self._held) < self._need:
+            return ()
+        values, count = self._layout.take_head(bytes(self._held))
+        num_bytes = self._length - self._need
+        self._held.clear()
+        return self._begin_chunk(values, num_bytes) if count is None else self._begin_vector(values, count, num_bytes)
+
+    def _begin_vector(self, values: list[Any], count: int, num_bytes: int) -> Items:
+        expected = count * _ITEM_V1 + self._layout.tail_bytes
+        if expected != num_bytes:
+            reason = Reason.TRUNCATED if expected > num_bytes else Reason.TRAILING
+            raise WireError(reason, f"{self._layout.kind.__name__} of {count} elements in {self._length} bytes.")
+        self._head = self._layout.kind(*values, _NO_VECTOR, *self._layout.no_tail)
+        return self._begin(count, count * _ITEM_V1, _ITEM_V1)
+
+    def _begin_chunk(self, values: list[Any], num_bytes: int) -> Items:
+        head: Chunk = self._layout.kind(*values, b"")
+        self._head = head
+        if head.codec is Codec.NONE:
+            self._hash = xxhash.xxh3_64()
+            return self._begin(head.count, num_bytes, item_bytes(head.count, num_bytes))
+        if num_bytes > MAX_CHUNK:
+            raise WireError(Reason.TOO_LONG, f"a packed chunk of {num_bytes} bytes, of at most {MAX_CHUNK}.")
+        self._need, self._stage = num_bytes, _STAGES[5]
+        return ()
+
+    def _begin(self, count: int, num_bytes: int, size: int) -> Items:
+        self._left, self._offset, self._item_bytes = num_bytes, 0, size
+        self._need, self._stage = self._layout.tail_bytes, _STAGES[4]
+        return (VectorBegins(self._head, count, num_bytes, size),)
+
+    def _on_tail(self) -> Items:
+        message = self._head
+        if self._hash is not None:
+            _check_checksum(message, self._hash.intdigest())
+        else:
+            message = self._layout.with_tail(message, bytes(self._held))
+        self._next_frame()
+        return (VectorEnds(message),)
+
+    def _on_packed(self) -> Items:
+        head: Chunk = self._head
+        data = unpack(bytes(self._held), head.count)
+        size = item_bytes(head.count, len(data))
+        _check_checksum(head, checksum(data))
+        self._next_frame()
+        pieces = (VectorPiece(0, memoryview(data)),) if data else ()
+        return (VectorBegins(head, head.count, len(data), size), *pieces, VectorEnds(head))
+
+
+# By number: a bound method in the reader would be a circle of references, and 1,000 readers are 1,000 of them.
+_STAGES: tuple[Callable[[FrameReader], Items], ...] = (
+    FrameReader._on_length,
+    FrameReader._on_tag,
+    FrameReader._on_body,
+    FrameReader._on_head,
+    FrameReader._on_tail,
+    FrameReader._on_packed,
+)
+
+
+def _check_checksum(head: Chunk, found: int) -> None:
+    if found != head.checksum:
+        where = f"part {head.part} from element {head.offset}"
+        raise WireError(Reason.BAD_CHECKSUM, f"{where}: {found:#018x}, not {head.checksum:#018x}.")
