@@ -12,7 +12,7 @@ moment ago, and is still in the cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ another way, and a slice's values don't depend on where it was cut."""
 
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
 Counts = Callable[[nn.Parameter], bool]
+T = TypeVar("T", bound=torch.Tensor)
 
 
 class Part(NamedTuple):
@@ -197,10 +198,10 @@ def _lay_out(parameters: Sequence[nn.Parameter], num_slices: int) -> tuple[list[
     return starts, _round_up(max(end, 1), num_slices * SLICE)
 
 
-def fill(parameters: Iterable[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+def fill(parameters: Iterable[T], bucket_bytes: int) -> list[list[T]]:
     """Lists of about so many bytes, in order, each of one dtype."""
-    lists: list[list[nn.Parameter]] = []
-    filling: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
+    lists: list[list[T]] = []
+    filling: dict[torch.dtype, tuple[list[T], int]] = {}
     for parameter in parameters:
         found, num_bytes = filling.get(parameter.dtype, ([], bucket_bytes))
         if num_bytes + parameter.nbytes > bucket_bytes:

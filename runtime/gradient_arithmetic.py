@@ -1,0 +1,85 @@
+"""Adding pieces of gradients in float64 and dividing the sums, a cacheful at a time. Elements as the wire has them."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy
+
+from runtime.wire import Dtype
+
+Array: TypeAlias = numpy.ndarray[Any, numpy.dtype[Any]]
+
+_AT_ONCE = 32_768  # elements: as float64 they are 256 KiB, which a core's own cache still holds
+_EXPONENT = 0x7F80  # of a bfloat16: all ones in infinities and NaNs
+
+
+def is_finite(values: Array, dtype: Dtype) -> bool:
+    """Whether none of them is NaN or infinite."""
+    if dtype is Dtype.BFLOAT16:
+        return not bool(((values & _EXPONENT) == _EXPONENT).any())
+    return bool(numpy.isfinite(values).all())
+
+
+class Arithmetic:
+    """What sums need besides their own memory: one small buffer."""
+
+    def __init__(self) -> None:
+        self._scratch = numpy.empty(_AT_ONCE)
+
+    def assign(self, sums: Array, values: Array, weight: int, dtype: Dtype) -> None:
+        """sums = values x weight, whatever was there."""
+        if weight == 1 and dtype is not Dtype.BFLOAT16:
+            sums[:] = values
+            return
+        for part in _parts(len(values)):
+            sums[part] = self._weighted(values[part], weight, dtype)
+
+    def add(self, sums: Array, values: Array, weight: int, dtype: Dtype) -> None:
+        """sums += values x weight."""
+        if weight == 1 and dtype is not Dtype.BFLOAT16:
+            numpy.add(sums, values, out=sums)
+            return
+        for part in _parts(len(values)):
+            sums[part] += self._weighted(values[part], weight, dtype)
+
+    def finish(self, result: Array, sums: Array | None, values: Array, weight: int, total: int, dtype: Dtype) -> None:
+        """result = (sums + values x weight) / total, without writing to the sums. None: these are the only values."""
+        for part in _parts(len(values)):
+            scratch = self._weighted(values[part], weight, dtype)
+            if sums is not None:
+                scratch += sums[part]
+            self._divide(result[part], scratch, total, dtype)
+
+    def average(self, result: Array, sums: Array, total: int, dtype: Dtype) -> None:
+        """result = sums / total."""
+        for part in _parts(len(sums)):
+            self._divide(result[part], sums[part], total, dtype)
+
+    def _weighted(self, values: Array, weight: int, dtype: Dtype) -> Array:
+        scratch = self._scratch[: len(values)]
+        scratch[:] = _from_bfloat16(values) if dtype is Dtype.BFLOAT16 else values
+        if weight != 1:
+            scratch *= weight
+        return scratch
+
+    def _divide(self, result: Array, sums: Array, total: int, dtype: Dtype) -> None:
+        scratch = sums
+        if total != 1:
+            scratch = numpy.divide(sums, total, out=self._scratch[: len(sums)])
+        result[:] = _to_bfloat16(scratch) if dtype is Dtype.BFLOAT16 else scratch
+
+
+def _parts(count: int) -> list[slice]:
+    return [slice(begin, begin + _AT_ONCE) for begin in range(0, count, _AT_ONCE)]
+
+
+def _from_bfloat16(values: Array) -> Array:
+    """A bfloat16 is the upper half of a float32."""
+    return (values.astype(numpy.uint32) << 16).view(numpy.float32)
+
+
+def _to_bfloat16(values: Array) -> Array:
+    """The nearest, and of two that are as near the even one."""
+    bits = values.astype(numpy.float32).view(numpy.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(numpy.uint16)
