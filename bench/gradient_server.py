@@ -1,0 +1,242 @@
+"""How fast the gradient server moves gradients, and in how much memory.
+
+python bench/gradient_server.py [--json] [--quick]
+
+1. Eight workers with 64 MiB each, over loopback, in turns in one run: plain sockets and one process that takes the same
+   bytes and sends as many back (bench/serving/relay.py); the server with workers of version 1; with those of version 2,
+   which also compare checksums. Bytes there and back a second.
+2. The most memory that the server's whole process had, with 2, 8 and 32 workers.
+3. What a step of three workers takes from the moment that the last gradient was sent, while 1,000 connections are open
+   that say nothing and one of the three reads slowly, beside the same without them.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common import median, options, show, wanted
+
+FOLDER = Path(__file__).resolve().parent / "serving"
+MIB = 1 << 20
+CONTESTANTS = ("plain", "v1", "v2")
+CROWDS = (2, 8, 32)
+IDLE = 1000
+
+
+class Settings(NamedTuple):
+    workers: int
+    size: int
+    steps: int
+    rounds: int
+
+
+# One turn.
+
+
+class Server:
+    """Whatever workers connect to, in a process of its own."""
+
+    def __init__(self, kind: str, workers: int, size: int, steps: int) -> None:
+        if kind == "plain":
+            command = [sys.executable, str(FOLDER / "relay.py"), str(workers), str(size)]
+        else:
+            command = [sys.executable, "-m", "parallel3d", "serve-gradients", "--bind", "127.0.0.1:0"]
+            command += ["--workers", str(workers), "--samples", str(workers), "--steps", str(steps), "--protocol", kind]
+        out = {"stdout": subprocess.PIPE} if kind == "plain" else {"stderr": subprocess.PIPE}
+        self.process = subprocess.Popen(command, text=True, **out)  # type: ignore[call-overload]
+        self.port = self._port()
+
+    def _port(self) -> int:
+        stream = self.process.stdout or self.process.stderr
+        for line in stream:
+            if found := re.search(r"(?:127\.0\.0\.1:|^)(\d+)", line):
+                return int(found[1])
+        raise RuntimeError("the server did not start")
+
+    @property
+    def most_memory(self) -> int:
+        """Bytes of the whole process, so far."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@contextmanager
+def workers_of(kinds: Sequence[str], port: int, settings: Settings) -> Iterator[list[subprocess.Popen[str]]]:
+    """One of each kind, all connected, and waiting for a line."""
+    rest = (str(settings.size), str(settings.steps))
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(FOLDER / "worker.py"), kind, "127.0.0.1", str(port), str(number), *rest],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number, kind in enumerate(kinds)
+    ]
+    try:
+        for worker in workers:
+            if _line_of(worker) != "ready\n":
+                raise RuntimeError("a worker did not start")
+        yield workers
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
+
+
+def _line_of(worker: subprocess.Popen[str]) -> str:
+    assert worker.stdout is not None
+    return worker.stdout.readline()
+
+
+class Moments(NamedTuple):
+    """Of each worker, by step."""
+
+    sent: list[list[float]]
+    ended: list[list[float]]
+
+
+def moments_of(workers: Sequence[subprocess.Popen[str]]) -> Moments:
+    """Let them begin, and wait for their end."""
+    for worker in workers:
+        assert worker.stdin is not None
+        worker.stdin.write("\n")
+        worker.stdin.flush()
+    found = [[float(word) for word in _line_of(worker).split()] for worker in workers]
+    if not all(found):
+        raise RuntimeError("a worker failed")
+    return Moments([each[::2] for each in found], [each[1::2] for each in found])
+
+
+class Turn(NamedTuple):
+    seconds: float
+    """Of a step, from the end of the one before to its own, all workers together: the median."""
+    memory: int
+
+
+def take_turn(kind: str, settings: Settings) -> Turn:
+    with (
+        Server(kind, settings.workers, settings.size, settings.steps) as server,
+        workers_of([kind] * settings.workers, server.port, settings) as workers,
+    ):
+        ends = [max(step) for step in zip(*moments_of(workers).ended, strict=True)]
+        return Turn(median([after - before for before, after in pairwise(ends)]), server.most_memory)
+
+
+# What is asked.
+
+
+def speeds(settings: Settings) -> dict[str, Any]:
+    """Bytes there and back a second, by contestant, and over the plain ones' of the same round."""
+    moved = 2 * settings.workers * settings.size
+    rates: dict[str, list[float]] = {kind: [] for kind in CONTESTANTS}
+    for number in range(settings.rounds):
+        for kind in CONTESTANTS if number % 2 else CONTESTANTS[::-1]:
+            rates[kind].append(moved / take_turn(kind, settings).seconds)
+    ratios = {
+        kind: median([ours / plain for ours, plain in zip(rates[kind], rates["plain"], strict=True)])
+        for kind in CONTESTANTS[1:]
+    }
+    return {"rates": {kind: median(each) for kind, each in rates.items()}, "over_plain": ratios, **settings._asdict()}
+
+
+def memories(size: int, crowds: Sequence[int]) -> list[dict[str, Any]]:
+    """Of the server, beside what it may have."""
+    return [
+        {
+            "kind": kind,
+            "workers": workers,
+            "bytes": take_turn(kind, Settings(workers, size, steps=3, rounds=1)).memory,
+            "most": 3 * size + 64 * MIB,
+        }
+        for kind in CONTESTANTS[1:]
+        for workers in crowds
+    ]
+
+
+def crowded(settings: Settings) -> dict[str, Any]:
+    """What the others' step takes from the last gradient's end on, with many who are idle and one who is slow."""
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(settings.rounds):
+        for is_crowded in (False, True) if number % 2 else (True, False):
+            seconds[is_crowded].append(_step_seconds(settings, is_crowded))
+    ratios = [crowd / alone for alone, crowd in zip(seconds[False], seconds[True], strict=True)]
+    return {"seconds": {str(key): median(each) for key, each in seconds.items()}, "ratio": median(ratios), "idle": IDLE}
+
+
+def _step_seconds(settings: Settings, is_crowded: bool) -> float:
+    kinds = ["v1"] * (settings.workers - 1) + ["slow" if is_crowded else "v1"]
+    with (
+        Server("v1", settings.workers, settings.size, settings.steps) as server,
+        idle_connections(server.port, IDLE if is_crowded else 0),
+        workers_of(kinds, server.port, settings) as workers,
+    ):
+        found = moments_of(workers)
+        sent = [max(step) for step in zip(*found.sent, strict=True)]
+        ended = [max(step) for step in zip(*found.ended[:-1], strict=True)]  # but the last, who may be slow
+        return median([end - start for start, end in zip(sent[1:], ended[1:], strict=True)])
+
+
+@contextmanager
+def idle_connections(port: int, count: int) -> Iterator[None]:
+    with ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        yield
+
+
+# As people read it.
+
+
+def lines_of(speed: dict[str, Any], memory: list[dict[str, Any]], crowd: dict[str, Any]) -> list[str]:
+    head = f"{speed['workers']} workers x {speed['size'] // MIB} MiB, there and back:"
+    rates = ", ".join(f"{kind} {rate / MIB:.0f} MiB/s" for kind, rate in speed["rates"].items())
+    lines = [f"{head} {rates} ({speed['rounds']} rounds)"]
+    lines += [
+        f"  {kind} over plain: {ratio:.2f} {wanted(ratio, least=0.7)}" for kind, ratio in speed["over_plain"].items()
+    ]
+    for each in memory:
+        used, most = each["bytes"] / MIB, each["most"] / MIB
+        lines.append(
+            f"memory with {each['workers']} workers of {each['kind']}: {used:.0f} MiB {wanted(used, most=most)}"
+        )
+    lines.append(
+        f"with {crowd['idle']} idle connections and a slow reader: a step {crowd['ratio']:.3f} times as long "
+        f"{wanted(crowd['ratio'], most=1.05)}"
+    )
+    return lines
+
+
+def main() -> None:
+    chosen = options(__doc__)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 2 * IDLE)), hard))
+    if chosen.quick:
+        speed = speeds(Settings(workers=2, size=4 * MIB, steps=4, rounds=1))
+        memory = memories(4 * MIB, CROWDS[:1])
+        crowd = crowded(Settings(workers=3, size=MIB, steps=4, rounds=1))
+    else:
+        speed = speeds(Settings(workers=8, size=64 * MIB, steps=5, rounds=7))
+        memory = memories(64 * MIB, CROWDS)
+        crowd = crowded(Settings(workers=3, size=16 * MIB, steps=12, rounds=7))
+    show({"speed": speed, "memory": memory, "crowded": crowd}, lines_of(speed, memory, crowd), chosen.json)
+
+
+if __name__ == "__main__":
+    main()
