@@ -74,7 +74,8 @@ class IntakeV1:
                 if sum(sizes) != count:
                     self._refuse(Reason.WRONG_SIZES, f"block {number}: sizes add up to {sum(sizes)}, not {count}.")
                 return block(number), Plan("blocks", most), sizes
-        self._refuse(Reason.UNEXPECTED, f"{type(head).__name__}.")
+            case _:
+                self._refuse(Reason.UNEXPECTED, f"{type(head).__name__}.")
 
     def _current(self, step: int, worker: int) -> StepSum:
         total, now = self._desk.sum, self._desk.step
