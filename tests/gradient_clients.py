@@ -22,6 +22,7 @@ from runtime.wire import (
     Dtype,
     GradientDone,
     Kind,
+    Leave,
     Part,
     Refused,
     StateDone,
@@ -105,6 +106,8 @@ class ClientV1:
             async with asyncio.timeout(SECONDS):
                 (length,) = struct.unpack(">I", await self.reader.readexactly(4))
                 body = await self.reader.readexactly(length)
+            if body[0] == 7:
+                self.writer.write_eof()  # it has understood
             if body[0] != 6 or beats:
                 return _read_v1(body)
 
@@ -112,9 +115,15 @@ class ClientV1:
         """Whether the server hangs up without another word."""
         async with asyncio.timeout(SECONDS):
             try:
-                return await self.reader.read(1) == b""
+                said = await self.reader.read(1)
             except ConnectionError:
-                return True
+                said = b""
+        self.writer.close()
+        return not said
+
+    def leave(self) -> None:
+        self.send(frame(7))
+        self.writer.write_eof()
 
     async def close(self) -> None:
         self.writer.close()
@@ -216,6 +225,8 @@ class ClientV2:
             self.incoming.put_nowait((item.message, bytes(self._piece)))
         else:
             self.incoming.put_nowait(item)
+            if isinstance(item, Leave | Refused):
+                self.link.close()
 
     def send(self, message: Any) -> None:
         self.link.write(*encode_parts(message))
@@ -228,6 +239,12 @@ class ClientV2:
         """The next message, which must be of this kind."""
         message = await self.read()
         assert isinstance(message, kind), message
+        return message
+
+    async def skip_to(self, kind: type[Any]) -> Any:
+        """The next message of this kind."""
+        while not isinstance(message := await self.read(), kind):
+            assert not isinstance(message, Exception), message
         return message
 
     async def tensors(self) -> Tensors:
@@ -265,7 +282,7 @@ class ClientV2:
     def rest_of_chunk(self) -> None:
         self.link.write(self._rest)
 
-    def send_tensors(self, step, attempt, arrays, kind=Kind.GRADIENT, dtype=Dtype.FLOAT32, chunk=1 << 18) -> None:
+    def send_tensors(self, step, attempt, arrays, kind=Kind.GRADIENT, dtype=Dtype.FLOAT32, chunk=1 << 17) -> None:
         self.send_table(step, attempt, arrays, kind, dtype)
         for number, array in enumerate(arrays):
             for offset in range(0, len(array), chunk):
