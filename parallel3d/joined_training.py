@@ -71,8 +71,8 @@ class JoinedTraining:
         self._batches = ShareBatches(await asyncio.to_thread(make_dataset, config), config)
         stack.push_async_callback(self._batches.aclose)
         model = nn.ModuleList([stage.module for stage in part.stages.values()])
-        self._numbers = torch.zeros(2, dtype=torch.float64)
-        """How much was counted in the loss, and how many targets there are, by the share's samples."""
+        self._numbers = torch.zeros(3, dtype=torch.float64)
+        """The loss's sum, how much was counted in it, and how many targets there are, all by the share's samples."""
         self.worker.attach(model, OptimizerState(self._optimizer, part.names), also=[self._numbers])
 
     async def steps(self) -> AsyncGenerator[RunStep, None]:
@@ -108,15 +108,15 @@ class JoinedTraining:
             )
         rate = learning_rate(self.config.optimizer, share.step, self.config.train.steps)
         loss = await self._compute(share) if len(share) else self._compute_nothing()
-        average = await self.worker.average(loss=loss)
-        counted, num_targets = (self._numbers * share.total).tolist()
-        # Gradients and loss are sums over targets, by the batch's samples: so it is exact wherever targets lie.
+        await self.worker.average(loss=loss)
+        total, counted, num_targets = (self._numbers * share.total).tolist()
+        # What was averaged are sums over targets, by samples: so means are exact wherever targets lie.
         scale = share.total / max(counted, 1.0)
         taken = await self._optimizer.take(rate, scale=lambda _: scale)
         began, self._ended = self._ended, time.monotonic()
         return RunStep(
             step=share.step,
-            loss=average.loss * scale,
+            loss=total / max(counted, 1.0),
             grad_norm=taken.norm,
             learning_rate=rate,
             tokens=round(num_targets),
@@ -124,14 +124,15 @@ class JoinedTraining:
         )
 
     async def _compute(self, share: Share) -> float:
-        """The share's loss: the sum by the share's samples; gradients likewise."""
+        """The share's loss, for the server to tell. Gradients are of the sum of losses, by the share's samples."""
         inputs, targets = self._to_device(await self._batches.of(share))
         known, num = self._loss.count(targets), min(self.config.pipeline.microbatches, len(share))
         begun = self._executor(num).begin(_cut(inputs, num), _cut(targets, num), [1.0 / len(share)] * num)
         await self._carry_out(begun)
         counted = self._loss.counted() if known is None else known
-        self._numbers.copy_(torch.tensor([counted, targets.numel()], dtype=torch.float64) / len(share))
-        return begun.loss
+        found = [begun.loss * len(share), counted, targets.numel()]
+        self._numbers.copy_(torch.tensor(found, dtype=torch.float64) / len(share))
+        return begun.loss * len(share) / max(counted, 1.0)
 
     async def _carry_out(self, begun: Begun) -> None:
         """Microbatches add to gradients one after the other; a single one's are sent while the rest is computed."""
