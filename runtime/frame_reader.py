@@ -237,7 +237,8 @@ class FrameReader:
         if self._layout.streamed is None:
             self._need, self._stage = self._length, _STAGES[2]
         else:
-            self._need, self._stage = self._layout.head_bytes(b"", 1), _STAGES[3]
+            self._stage = _STAGES[3]
+            self._find_head()
         return ()
 
     def _check_tag(self, tag: int) -> None:
@@ -258,12 +259,16 @@ class FrameReader:
         self._next_frame()
         return (message,)
 
-    def _on_head(self) -> Items:
+    def _find_head(self) -> None:
+        """How many bytes come before the vector, as far as is known."""
         self._need = self._layout.head_bytes(self._held, 1)
         if self._need > self._length:
             raise WireError(Reason.TRUNCATED, f"{self._layout.kind.__name__} of {self._length} bytes.")
         if self._need > MAX_SMALL:
             raise WireError(Reason.TOO_LONG, f"{self._need} bytes before a vector, of at most {MAX_SMALL}.")
+
+    def _on_head(self) -> Items:
+        self._find_head()
         if len(self._held) < self._need:
             return ()
         values, count = self._layout.take_head(bytes(self._held))

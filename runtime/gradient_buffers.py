@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -58,13 +59,9 @@ class Buffers:
         """The shape that every gradient of this key must have, once a step was completed."""
         return self._settled.get(key)
 
-    @property
-    def settled_keys(self) -> frozenset[Key]:
-        return frozenset(self._settled)
-
-    def settle(self) -> None:
-        """A step was completed."""
-        self._settled = {key: memory.shape for key, memory in self._memories.items()}
+    def settle(self, keys: Iterable[Key]) -> None:
+        """A step was completed with these."""
+        self._settled |= {key: self._memories[key].shape for key in keys}
 
     def take(self, key: Key, shape: Shape) -> Memory:
         """The same as in the step before, where the shape is the same."""

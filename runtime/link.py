@@ -64,7 +64,7 @@ class Link(asyncio.BufferedProtocol):
         self._reader, self._buffer, self._on_link, self._budget = reader, buffer, on_link, budget
         self._transport: asyncio.Transport | None = None
         self._written = 0
-        self._unsent = 0  # when it was lost
+        self._unsent = 0  # what waited when it was lost
         self._is_paused = self._is_closing = self._is_told = False
         self._room = asyncio.Event()
         self._room.set()
@@ -83,13 +83,13 @@ class Link(asyncio.BufferedProtocol):
 
     @property
     def bytes_waiting(self) -> int:
-        """Written, not yet sent."""
-        return self._unsent if self._transport is None else self._transport.get_write_buffer_size()
+        """Written, not yet sent; 0 once the connection is gone."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     @property
     def bytes_out(self) -> int:
         """Sent: handed to the operating system."""
-        return max(0, self._written - self.bytes_waiting)
+        return max(0, self._written - self._unsent - self.bytes_waiting)
 
     def joined(self, version: int) -> None:
         """Take this version's frames from now on, the next one in this very buffer included."""

@@ -22,6 +22,7 @@ from runtime.wire import VERSION, Challenge, Hello, Proof, Reason, Welcome, Wire
 LEAST_TOKEN_BYTES = 16
 _MOST_TOKEN_BYTES = 4096
 _REMEMBERED = 4096  # joins: more than workers come back in a run, in half a MiB
+_MOST_NAME_CHARACTERS = 255
 _REMEDY = "Write a new one: (umask 077; openssl rand -hex 24 > FILE)"
 
 
@@ -66,6 +67,13 @@ def _mac(token: bytes, who: bytes, server_nonce: bytes, hello: Hello) -> bytes:
     return hmac.digest(token, said, hashlib.sha256)
 
 
+def check_node_id(node_id: str) -> None:
+    """That it can be shown in logs and errors, of either version. WireError: bad_text."""
+    if not node_id.isprintable() or not 1 <= len(node_id) <= _MOST_NAME_CHARACTERS:
+        size = f"1 to {_MOST_NAME_CHARACTERS} printable characters"
+        raise WireError(Reason.BAD_TEXT, f"{node_id[:40]!r} is no name for a worker, which has {size}.")
+
+
 class JoinsSeen:
     """Workers' nonces of joins that were proven: of all connections of a server, and the oldest are forgotten."""
 
@@ -91,7 +99,8 @@ class Admission:
         self._nonce: bytes | None = None
 
     def challenge(self, hello: Hello) -> Challenge:
-        """The answer to a worker's first words. WireError: version_refused, already_joined, replayed."""
+        """The answer to a worker's first words. WireError: version_refused, bad_text, already_joined, replayed."""
+        check_node_id(hello.node_id)
         if hello.version != VERSION:
             raise WireError(Reason.VERSION_REFUSED, f"{hello.node_id!r} speaks {hello.version}, this server {VERSION}.")
         if self._hello is not None:

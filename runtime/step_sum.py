@@ -35,6 +35,9 @@ def part(number: int) -> Key:
     return "part", number
 
 
+_KINDS = {"whole": ("whole",), "blocks": ("block", "component"), "parts": ("part",)}
+
+
 class GradientRefused(WireError):
     """What this worker sent cannot be part of the sum. What it had added before stays there."""
 
@@ -49,6 +52,9 @@ class Plan:
 
     kind: str
     number: int = 1
+
+    def has(self, key: Key) -> bool:
+        return key[0] in _KINDS[self.kind]
 
     @property
     def num_keys(self) -> int:
@@ -78,6 +84,8 @@ class StepSum:
 
     def __init__(self, step: int, attempt: int, shares: Mapping[int, Share], buffers: Buffers | None = None) -> None:
         self.step, self.attempt, self.shares = step, attempt, dict(shares)
+        self.is_dropped = False
+        """Its averages are nobody's any more."""
         self.plan: Plan | None = None
         self._planners: set[int] = set()
         self._buffers = buffers or Buffers()
@@ -96,6 +104,7 @@ class StepSum:
         if plan.number > MAX_PARTS:
             raise GradientRefused(Reason.TOO_LONG, f"{plan.number} {plan.kind}, of at most {MAX_PARTS}.", worker)
         if self.plan is None:
+            self._check_first(worker, plan)
             self.plan = plan
         if plan.kind != self.plan.kind:
             raise GradientRefused(
@@ -108,10 +117,23 @@ class StepSum:
             )
         self._planners.add(worker)
 
+    def _check_first(self, worker: int, plan: Plan) -> None:
+        """That it fits what others have sent without saying how much would follow."""
+        if any(not plan.has(key) for key in self._keys):
+            raise GradientRefused(Reason.UNEXPECTED, f"{plan.kind} in a step that others send as blocks.", worker)
+        others = self._reports.keys() - {worker}
+        if plan.kind == "whole" and others:
+            detail = f"the gradient: elements where worker {min(others)} had none."
+            raise GradientRefused(Reason.WRONG_LENGTH, detail, worker)
+
     def begin(
         self, worker: int, key: Key, count: int, dtype: Dtype = Dtype.FLOAT32, sizes: tuple[int, ...] = ()
     ) -> None:
         """So many elements will follow."""
+        if self.plan is not None and not self.plan.has(key):
+            raise GradientRefused(
+                Reason.UNEXPECTED, f"{_name(key)} in a step that others send as {self.plan.kind}.", worker
+            )
         shape = Shape(count, dtype, sizes)
         key_sum = self._keys.get(key)
         if key_sum is None:
@@ -262,6 +284,20 @@ class StepSum:
         """In the key's own dtype; bfloat16 as 16 bits. Its memory is that of all steps."""
         assert key in self._complete
         return self._keys[key].memory.result
+
+    @property
+    def keys(self) -> frozenset[Key]:
+        """That are complete."""
+        return frozenset(self._complete)
+
+    def has_come(self, worker: int, key: Key) -> bool:
+        """Whether all elements of this worker's have, but not their end."""
+        key_sum = self._begun(worker, key)
+        return key_sum.positions[worker] == key_sum.memory.shape.count and worker not in key_sum.ended
+
+    def shape_from(self, worker: int, key: Key) -> Shape:
+        """Of what this worker has begun."""
+        return self._begun(worker, key).memory.shape
 
     def shape(self, key: Key) -> Shape:
         return self._keys[key].memory.shape

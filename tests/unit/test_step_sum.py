@@ -243,7 +243,7 @@ def test_another_length_than_in_earlier_steps_even_from_the_first():
     buffers = Buffers()
     total = two_workers(buffers=buffers)
     send(total, 0, floats(1, 2), block(0), sizes=(2,))
-    buffers.settle()
+    buffers.settle([block(0)])
     error = refusal(two_workers(buffers=buffers).begin, 1, block(0), 3, sizes=(3,))
     assert error.detail == "block 0: 3 elements where earlier steps had 2."
 
@@ -369,3 +369,18 @@ def test_by_speed_shares_are_weights_too():
     send(total, 0, floats(10))
     send(total, 1, floats(20))
     assert total.average(WHOLE).tolist() == [12]
+
+
+def test_components_and_a_whole_gradient_do_not_mix():
+    total = two_workers()
+    send(total, 0, floats(1), component(0))
+    assert refusal(total.settle, 1, Plan("whole")).reason is Reason.UNEXPECTED
+    total = two_workers()
+    total.settle(0, Plan("whole"))
+    assert refusal(total.begin, 1, component(0), 1).reason is Reason.UNEXPECTED
+
+
+def test_a_whole_gradient_after_another_worker_sent_none():
+    total = two_workers()
+    total.report(1, 0.0, 0, 4)
+    assert refusal(total.settle, 0, Plan("whole")).detail == "the gradient: elements where worker 1 had none."
