@@ -15,6 +15,7 @@ refuse_shadows()
 if TYPE_CHECKING:
     from parallel3d.config import RunConfig as RunConfig
     from parallel3d.coordinator import Coordinator as Coordinator
+    from parallel3d.gradient_worker import GradientWorker as GradientWorker
     from parallel3d.rank_mesh import Mesh as Mesh
     from parallel3d.rank_mesh import in_process as in_process
     from parallel3d.rank_mesh import mesh as mesh
@@ -35,18 +36,23 @@ if TYPE_CHECKING:
     from runtime.errors import RunFailed as RunFailed
     from runtime.logs import logger as logger
     from runtime.loop import run as run
+    from runtime.worker_turn import ServerRefused as ServerRefused
+    from runtime.worker_turn import ShareChanged as ShareChanged
 
 __version__ = "0.1.0"
 
 _HOME = {
     "RunConfig": "parallel3d.config",
     "Coordinator": "parallel3d.coordinator",
+    "GradientWorker": "parallel3d.gradient_worker",
     "Mesh": "parallel3d.rank_mesh",
     "mesh": "parallel3d.rank_mesh",
     "in_process": "parallel3d.rank_mesh",
     "Run": "parallel3d.training_run",
     "start": "parallel3d.training_run",
     "Group": "process_groups.group",
+    "ServerRefused": "runtime.worker_turn",
+    "ShareChanged": "runtime.worker_turn",
     "logger": "runtime.logs",
     "run": "runtime.loop",
     **dict.fromkeys(

@@ -42,13 +42,21 @@ def draw_before_start(config: RunConfig, locate: Locate = nowhere) -> Blueprint:
 
 
 @contextlib.contextmanager
-def _naming(locate: Locate) -> Iterator[None]:
-    """Errors in here name the file, and their place in it."""
+def placing(locate: Locate) -> Iterator[None]:
+    """Problems in here name their place in the file."""
     try:
         yield
     except ConfigProblems as error:
         problems = [each if each.place.source else replace(each, place=locate(each.path)) for each in error.problems]
         raise ConfigProblems(problems) from error
+
+
+@contextlib.contextmanager
+def _naming(locate: Locate) -> Iterator[None]:
+    """Errors in here name the file, and their place in it."""
+    try:
+        with placing(locate):
+            yield
     except InvalidCall as error:
         raise ConfigError(f"{locate('')}  {error}") from error
 

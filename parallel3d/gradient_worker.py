@@ -63,8 +63,8 @@ class GradientWorker:
             has_state=has_state,
             give_up_seconds=give_up_seconds,
         )
-        self._parameters: list[nn.Parameter] = []
         self._parts: list[GradientPart] = []
+        self._also: list[GradientPart] = []
         self._early: EarlyParts | None = None
         self._own: tuple[list[tuple[torch.Size, torch.dtype]], list[GradientPart]] = [], []
 
@@ -102,15 +102,23 @@ class GradientWorker:
         return self._client.ended_because
 
     def attach(
-        self, model: nn.Module | None = None, optimizer: Stateful | None = None, extra_state: Stateful | None = None
+        self,
+        model: nn.Module | None = None,
+        optimizer: Stateful | None = None,
+        extra_state: Stateful | None = None,
+        *,
+        also: Sequence[torch.Tensor] = (),
     ) -> None:
         """What all workers have in common: it is sent to those that come fresh or late, and taken from others. The
-        model's trained parameters are those whose gradients `average` takes. extra_state: anything else with
-        `state_dict` and `load_state_dict`, such as a scheduler."""
+        model's trained parameters are those whose gradients `average` takes.
+
+        extra_state: anything else with `state_dict` and `load_state_dict`, such as a scheduler. also: tensors whose
+        values `average` replaces by their means too, such as counts.
+        """
         named = {"model": model, "optimizer": optimizer, "extra": extra_state}
         self._client.keeper = SyncedState({name: thing for name, thing in named.items() if thing is not None})
-        self._parameters = [] if model is None else [each for each in model.parameters() if each.requires_grad]
-        self._parts = cut_into_parts(self._parameters)
+        trained = [] if model is None else [each for each in model.parameters() if each.requires_grad]
+        self._parts, self._also = cut_into_parts(trained), cut_into_parts(also)
         self._early = None
 
     def shares(self) -> AsyncGenerator[Share, None]:
@@ -122,11 +130,12 @@ class GradientWorker:
     def overlap(self) -> Iterator[None]:
         """Around a share's only backward: parts of the gradient are on their way while the rest is computed. Enter it
         on the event loop, and have backward in a thread: `with worker.overlap(): await asyncio.to_thread(…)`."""
-        if not self._parameters:
+        if not self._parts:
             raise InvalidCall("overlap: attach the model first.")
         if self._early is None:
             self._early = EarlyParts(self._parts)
-        outgoing = self._client.begin([each.sent for each in self._parts], [each.received for each in self._parts])
+        parts = [*self._parts, *self._also]
+        outgoing = self._client.begin([each.sent for each in parts], [each.received for each in parts])
         loop = asyncio.get_running_loop()
 
         def advance(num_parts: int) -> None:
@@ -150,33 +159,43 @@ class GradientWorker:
         loss: the mean over the share. correct: how many samples were right. total: the share's samples, if not all.
         All or nothing is written. Raises ShareChanged where the average will not come: ask for the next share then.
         """
-        parts = self._keep(gradients)
+        gradient, also = self._kept(gradients)
+        parts = [*gradient, *also]
         average = await self._client.average(
             [each.sent for each in parts],
             [each.received for each in parts],
-            loss=float(loss),
+            loss=float(loss.detach() if isinstance(loss, torch.Tensor) else loss),
             correct=int(correct),
             total=total,
         )
-        for part in parts:
+        for part in gradient:
             _put(part, into_grad=gradients is None)
+        for part in also:
+            _put(part, into_grad=False)
         return average
 
-    def _keep(self, gradients: Sequence[torch.Tensor] | None) -> list[GradientPart]:
-        if gradients is None:
-            if not self._parameters:
-                raise InvalidCall("average: attach the model first, or give the gradients.")
-            num_sent = self._early.take_num_kept() if self._early is not None else 0
-            for part in self._parts[num_sent:]:
-                part.keep([each.grad for each in part.tensors])
-            return self._parts
+    def _kept(self, gradients: Sequence[torch.Tensor] | None) -> tuple[list[GradientPart], list[GradientPart]]:
+        """What is to be averaged: gradients, and what else."""
+        if gradients is not None:
+            return self._kept_own(gradients), []
+        if not self._parts:
+            raise InvalidCall("average: attach the model first, or give the gradients.")
+        num_sent = self._early.take_num_kept() if self._early is not None else 0
+        for part in self._parts[num_sent:]:
+            part.keep([each.grad for each in part.tensors])
+        for part in self._also:
+            part.keep(part.tensors)
+        return self._parts, self._also
+
+    def _kept_own(self, gradients: Sequence[torch.Tensor]) -> list[GradientPart]:
         known = [(each.shape, each.dtype) for each in gradients]
         if self._own[0] != known:
             self._own = known, cut_into_parts(gradients)
-        refill(self._own[1], gradients)
-        for part in self._own[1]:
+        parts = self._own[1]
+        refill(parts, gradients)
+        for part in parts:
             part.keep(part.tensors)
-        return self._own[1]
+        return parts
 
 
 @torch.no_grad()

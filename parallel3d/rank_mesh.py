@@ -71,6 +71,11 @@ def mesh(
     return _configured_mesh(config, overrides or {}, environment, place)
 
 
+def alone(config: RunConfig) -> Mesh:
+    """A mesh of this process and no other, whatever has started it."""
+    return _configured_mesh(config, {}, RankEnvironment(), None)
+
+
 def _configured_mesh(
     config: str | Path | RunConfig,
     overrides: Mapping[str, Any],

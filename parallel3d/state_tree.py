@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,8 @@ import torch
 from runtime.errors import InvalidCall, Mismatch
 
 _PLAIN = (str, int, float, bool, type(None))
+_TEXT_OR_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*"|[][{}]')
+_DEEPEST = 200  # brackets: states of torch have less than ten levels, of two each
 _Shelf = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 """What says that two tensors are one."""
 
@@ -60,9 +63,19 @@ def flatten(state: Any) -> Flat:
 def unflatten(text: bytes | memoryview, tensors: Sequence[torch.Tensor]) -> Any:
     """What was flattened, with these tensors, which are flat. Raises Mismatch where they don't fit the text."""
     try:
-        return _restore(json.loads(bytes(text)), tensors)
-    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        return _restore(json.loads(_shallow(bytes(text))), tensors)
+    except (ValueError, TypeError, LookupError) as error:
         raise Mismatch(f"a state came that can't be read: {type(error).__name__}: {error}") from None
+
+
+def _shallow(text: bytes) -> bytes:
+    """Itself. Python 3.11 counts its recursion wrongly after JSON that is nested too deep, so such is never parsed."""
+    depth = 0
+    for token in _TEXT_OR_BRACKET.finditer(text):
+        depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(token[0], 0)
+        if depth > _DEEPEST:
+            raise ValueError(f"nested deeper than {_DEEPEST} levels")
+    return text
 
 
 def _restore(value: Any, tensors: Sequence[torch.Tensor]) -> Any:

@@ -6,7 +6,8 @@ import zlib
 
 import xxhash
 
-from runtime.wire_fields import Bytes, Reason, WireError
+from runtime.refusals import Reason, WireError
+from runtime.wire_fields import Bytes
 from runtime.wire_v2 import MAX_CHUNK, Chunk, Codec, Kind
 
 ITEM_BYTES = (1, 2, 4, 8)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, TypeAlias
 
 import numpy
 import xxhash
 
+from runtime.frame_rules import MOST, Side, check_tag
 from runtime.wire import (
     LAYOUTS,
     LENGTH_BYTES,
     MAX_CHUNK,
     MAX_FRAME,
     MAX_FRAME_V1,
-    MAX_FRAME_V2,
     MAX_SMALL,
-    TAGS_V1,
     AveragedBlockGradient,
     AveragedGradient,
     AveragedNonBlockGradient,
@@ -79,23 +77,6 @@ Item: TypeAlias = Message | VectorBegins | VectorPiece | VectorEnds
 Items: TypeAlias = Sequence[Item]
 
 
-class Side(Enum):
-    """Whose reader it is: a server is told other things than a worker."""
-
-    SERVER = "server"
-    WORKER = "worker"
-
-
-_JOINS = {0x01, 0x02, 0x20, 0x21, 0x22, 0x23}
-_BEFORE_JOIN = {Side.SERVER: {0x01, 0x20, 0x22}, Side.WORKER: {0x02, 0x07, 0x21, 0x23, 0x24, 0x2D}}
-_AFTER_JOIN = {
-    (Side.SERVER, 1): {0x04, 0x06, 0x07, 0x08, 0x0A},
-    (Side.SERVER, 2): {0x27, 0x28, 0x29, 0x2C, 0x2D, 0x2E},
-    (Side.WORKER, 1): {0x03, 0x05, 0x06, 0x07, 0x09, 0x0B},
-    (Side.WORKER, 2): {0x24, 0x25, 0x26, 0x27, 0x28, 0x2A, 0x2B, 0x2C, 0x2D, 0x2E},
-}
-_MOST = {None: MAX_SMALL, 1: MAX_FRAME_V1, 2: MAX_FRAME_V2}
-"""Bytes of any frame, by the version that was joined."""
 _NO_VECTOR: Any = numpy.empty(0, "<f4")
 _ITEM_V1 = 4
 
@@ -133,7 +114,7 @@ class FrameReader:
         """versions: those that may join. max_frame: the most that any frame may have, if less than the protocol's."""
         self._side, self._versions, self._max_frame = side, frozenset(versions), max_frame
         self._version: int | None = None
-        self._error: WireError | None = None
+        self._error: tuple[Reason, str] | None = None
         self._is_first = True
         self._held = bytearray()
         self._left = 0  # bytes of the vector that are still to come
@@ -141,6 +122,8 @@ class FrameReader:
         self._hash: xxhash.xxh3_64 | None = None
         self._head: Any = None
         self._layout: Layout
+        # Plain functions: bound methods in the reader would be circles of references, in each of 1,000 readers.
+        self._stage: Callable[[FrameReader], Items]
         self._next_frame()
 
     def joined(self, version: int) -> None:
@@ -155,17 +138,18 @@ class FrameReader:
     @property
     def is_mid_frame(self) -> bool:
         """Whether a part of a frame has come, and its end has not."""
-        return self._stage is not _STAGES[0] or bool(self._held)
+        return self._stage is not FrameReader._on_length or bool(self._held)
 
     def feed(self, data: Bytes) -> Iterator[Item]:
         """What these bytes complete. To be exhausted before the data's memory is used again."""
         if self._error is not None:
-            raise self._error
+            raise WireError(*self._error)
         view = memoryview(data)
         try:
             yield from self._items(view)
         except WireError as error:
-            self._error, self._held, self._head = error, bytearray(), None
+            self._error = (error.reason, error.detail)  # not itself: its traceback holds on to the data
+            self._held, self._head = bytearray(), None
             raise
 
     def _items(self, data: memoryview) -> Iterator[Item]:
@@ -209,7 +193,7 @@ class FrameReader:
     def _next_frame(self) -> None:
         self._held.clear()
         self._head = self._hash = None
-        self._need, self._stage = LENGTH_BYTES, _STAGES[0]
+        self._need, self._stage = LENGTH_BYTES, FrameReader._on_length
 
     def _on_length(self) -> Items:
         length = int.from_bytes(self._held, "big")
@@ -217,10 +201,10 @@ class FrameReader:
             raise WireError(Reason.EMPTY)
         if self._is_first and length > MAX_FRAME_V1:
             raise WireError(Reason.NOT_A_FRAME, f"it begins with {bytes(self._held)!r}.")
-        self._check_length(length, _MOST[self._version])
+        self._check_length(length, MOST[self._version])
         self._is_first = False
         self._held.clear()
-        self._length, self._need, self._stage = length, 1, _STAGES[1]
+        self._length, self._need, self._stage = length, 1, FrameReader._on_tag
         return ()
 
     def _check_length(self, length: int, most: int) -> None:
@@ -230,29 +214,15 @@ class FrameReader:
 
     def _on_tag(self) -> Items:
         tag = self._held[0]
-        if self._version is None or tag not in _AFTER_JOIN[self._side, self._version]:
-            self._check_tag(tag)
+        check_tag(tag, self._side, self._version, self._versions)
         self._check_length(self._length, MAX_FRAME[tag])
         self._layout = LAYOUTS[tag]
         if self._layout.streamed is None:
-            self._need, self._stage = self._length, _STAGES[2]
+            self._need, self._stage = self._length, FrameReader._on_body
         else:
-            self._stage = _STAGES[3]
+            self._stage = FrameReader._on_head
             self._find_head()
         return ()
-
-    def _check_tag(self, tag: int) -> None:
-        """That it may come before the join; after the join it may not."""
-        if tag not in LAYOUTS:
-            raise WireError(Reason.UNKNOWN_TAG, f"{tag:#04x}.")
-        name, version = LAYOUTS[tag].kind.__name__, 1 if tag in TAGS_V1 else 2
-        if self._version is not None:
-            reason = Reason.ALREADY_JOINED if tag in _JOINS else Reason.UNEXPECTED
-            raise WireError(reason, f"{name}, to a {self._side.value} that speaks version {self._version}.")
-        if tag not in _BEFORE_JOIN[self._side]:
-            raise WireError(Reason.NOT_JOINED, f"{name}.")
-        if version not in self._versions:
-            raise WireError(Reason.VERSION_REFUSED, f"{name} is of version {version}.")
 
     def _on_body(self) -> Items:
         message = decode(bytes(self._held))
@@ -292,12 +262,12 @@ class FrameReader:
             return self._begin(head.count, num_bytes, item_bytes(head.count, num_bytes))
         if num_bytes > MAX_CHUNK:
             raise WireError(Reason.TOO_LONG, f"a packed chunk of {num_bytes} bytes, of at most {MAX_CHUNK}.")
-        self._need, self._stage = num_bytes, _STAGES[5]
+        self._need, self._stage = num_bytes, FrameReader._on_packed
         return ()
 
     def _begin(self, count: int, num_bytes: int, size: int) -> Items:
         self._left, self._offset, self._item_bytes = num_bytes, 0, size
-        self._need, self._stage = self._layout.tail_bytes, _STAGES[4]
+        self._need, self._stage = self._layout.tail_bytes, FrameReader._on_tail
         return (VectorBegins(self._head, count, num_bytes, size),)
 
     def _on_tail(self) -> Items:
@@ -317,17 +287,6 @@ class FrameReader:
         self._next_frame()
         pieces = (VectorPiece(0, memoryview(data)),) if data else ()
         return (VectorBegins(head, head.count, len(data), size), *pieces, VectorEnds(head))
-
-
-# By number: a bound method in the reader would be a circle of references, and 1,000 readers are 1,000 of them.
-_STAGES: tuple[Callable[[FrameReader], Items], ...] = (
-    FrameReader._on_length,
-    FrameReader._on_tag,
-    FrameReader._on_body,
-    FrameReader._on_head,
-    FrameReader._on_tail,
-    FrameReader._on_packed,
-)
 
 
 def _check_checksum(head: Chunk, found: int) -> None:

@@ -21,17 +21,22 @@ class IntakeV2:
         """Step and attempt that it was asked for last."""
         self._sum: StepSum | None = None
         """That the chunk which comes now is for; None: for nothing, or a state's."""
+        self._is_gradient = False
+        """Whether it is a gradient's."""
         self._chunk: Chunk
         self._dtype = Dtype.FLOAT32.numpy
         self._refusal: GradientRefused | None = None
 
     def take(self, item: Item) -> None:
         match item:
-            case VectorPiece() if self._sum is not None:
-                self._piece(self._sum, item)
+            case VectorPiece() if self._is_gradient:
+                if self._sum is not None:
+                    self._piece(self._sum, item)
             case VectorBegins(head=Chunk(kind=Kind.GRADIENT)):
+                self._is_gradient = True
                 self._begin(item)
             case VectorEnds(message=Chunk(kind=Kind.GRADIENT)):
+                self._is_gradient = False
                 self._end()
             case Table(kind=Kind.GRADIENT):
                 self._table(item)

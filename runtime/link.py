@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection
 from typing import TypeAlias, cast
 
 from runtime.errors import InvalidCall, Parallel3DError
-from runtime.frame_reader import FrameReader, Item, Side
+from runtime.frame_reader import FrameReader, Item
+from runtime.frame_rules import Side
 from runtime.wire import DEFAULT_PORT, Bytes, WireError
 
 BUDGET_BYTES = 1 << 20

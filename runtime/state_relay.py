@@ -98,3 +98,5 @@ class StateRelay:
         self._sinks.clear()
         if self._waiting is not None:
             self._waiting.cancel()
+            self._waiting = None
+            self._source.resume()  # the task may not even have begun

@@ -6,7 +6,8 @@ import struct
 from typing import TypeAlias, cast
 
 from runtime.chunks import checksum, item_bytes, make_chunk, unpack
-from runtime.wire_fields import REASONS, Bytes, FloatArray, Layout, Reason, Source, WireError
+from runtime.refusals import REASONS, Reason, WireError
+from runtime.wire_fields import Bytes, FloatArray, Layout, Source
 from runtime.wire_v1 import (
     MAX_FRAME_V1,
     TAGS_V1,

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, TypeAlias
 
-from runtime.wire_fields import F32, U32, U64, Reason, Sizes, Text, Vector, VectorMessage, one_of
+from runtime.refusals import Reason
+from runtime.wire_fields import F32, U32, U64, Sizes, Text, Vector, VectorMessage, one_of
 
 MAX_FRAME_V1 = 100_000_000
 """Bytes after the length."""

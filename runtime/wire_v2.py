@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeAlias
 
 import numpy
 
+from runtime.refusals import Reason, WireError
 from runtime.wire_fields import (
     F64,
     U16,
@@ -23,11 +24,9 @@ from runtime.wire_fields import (
     Bytes,
     Flag,
     RawField,
-    Reason,
     Rest,
     Source,
     Text,
-    WireError,
     one_of,
 )
 

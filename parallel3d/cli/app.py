@@ -18,5 +18,5 @@ def make_app(verbs: tuple[str, ...]) -> typer.Typer:
     )
     app.callback()(lambda: None)  # keeps the verb's name necessary when there is only one
     for verb in verbs:
-        importlib.import_module(f"parallel3d.cli.{verb}").register(app)
+        importlib.import_module(f"parallel3d.cli.{verb.replace('-', '_')}").register(app)
     return app

@@ -12,6 +12,8 @@ EXIT_ERROR, EXIT_BAD_CONFIG, EXIT_INTERRUPTED = 1, 3, 130
 VERBS = (
     "run",
     "launch",
+    "join",
+    "serve-gradients",
     "validate",
     "schema",
     "schedule",

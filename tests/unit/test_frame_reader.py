@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.frame_reader import FrameReader, Item, Side, VectorBegins, VectorEnds, VectorPiece
+from runtime.frame_reader import FrameReader, Item, VectorBegins, VectorEnds, VectorPiece
+from runtime.frame_rules import Side
 from runtime.wire import (
     LAYOUTS,
     MAX_CHUNK,
@@ -114,7 +115,7 @@ def refusal(reader: FrameReader, data: bytes) -> Reason:
         list(reader.feed(data))
     with pytest.raises(WireError) as again:
         list(reader.feed(b"\0"))
-    assert again.value is error.value, "it stays broken"
+    assert again.value.args == error.value.args, "it stays broken"
     return error.value.reason
 
 
