@@ -1,0 +1,88 @@
+"""Bytes that a gradient server should never be sent, any number of them, and why it refuses each."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from runtime.frame_reader import FrameReader, Side
+from runtime.membership import Admission, JoinsSeen
+from runtime.wire import LAYOUTS, Hello, JoinRequest, Proof, Reason, WireError, encode
+from tests.wire_examples import GOLDEN
+
+_GOOD = [encode(message) for message, _ in GOLDEN]
+_LENGTHS = (0, 1, 2, 5, 64 << 10, (64 << 10) + 1, 1 << 20, 99_999_999, 100_000_001, 2**31, 2**32 - 1)
+HTTP = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nUser-Agent: curl/8.5.0\r\nAccept: */*\r\n\r\n"
+
+
+def frames(seed: int) -> Iterator[bytes]:
+    """Of all kinds: good ones at the wrong time, cut, altered and joined ones, noise, and other protocols."""
+    chance = random.Random(seed)
+    makers = (_good, _cut, _altered, _wrong_length, _noise, _noise_in_a_frame, _several, _deep_text)
+    while True:
+        yield chance.choice(makers)(chance)
+
+
+def why_refused(data: bytes) -> Reason | None:
+    """What the server says of a connection that begins with this, in a run of version 2. None: nothing, if it ends."""
+    reader, admission = FrameReader(Side.SERVER), Admission(b"another token", JoinsSeen())
+    try:
+        for item in reader.feed(data):
+            match item:
+                case Hello():
+                    admission.challenge(item)
+                case Proof():
+                    admission.check(item)
+                case JoinRequest():
+                    return Reason.VERSION_REFUSED
+    except WireError as error:
+        return error.reason
+    return None
+
+
+def _good(chance: random.Random) -> bytes:
+    return chance.choice(_GOOD)
+
+
+def _cut(chance: random.Random) -> bytes:
+    frame = _good(chance)
+    return frame[: chance.randrange(len(frame))]
+
+
+def _altered(chance: random.Random) -> bytes:
+    frame = bytearray(_good(chance))
+    for _ in range(chance.randint(1, 4)):
+        frame[chance.randrange(len(frame))] = chance.randrange(256)
+    return bytes(frame)
+
+
+def _wrong_length(chance: random.Random) -> bytes:
+    return chance.choice(_LENGTHS).to_bytes(4, "big") + _good(chance)[4:]
+
+
+def _noise(chance: random.Random) -> bytes:
+    return chance.choice((HTTP, client_hello(chance), chance.randbytes(chance.randrange(1, 300))))
+
+
+def _noise_in_a_frame(chance: random.Random) -> bytes:
+    tag = chance.choice([*LAYOUTS, chance.randrange(256)])
+    body = bytes([tag]) + chance.randbytes(chance.randrange(100))
+    return len(body).to_bytes(4, "big") + body
+
+
+def _several(chance: random.Random) -> bytes:
+    return b"".join(chance.choice((_good, _altered, _noise_in_a_frame))(chance) for _ in range(chance.randint(2, 5)))
+
+
+def _deep_text(chance: random.Random) -> bytes:
+    """A join whose text is not text, or claims to be longer than its frame."""
+    text = chance.choice((b"\xff\xfe", b"\xed\xa0\x80", b"a" * 60_000, b""))
+    body = b"\x01" + chance.choice((len(text), 2**32 - 1, len(text) + 1)).to_bytes(4, "little") + text
+    return len(body).to_bytes(4, "big") + body
+
+
+def client_hello(chance: random.Random) -> bytes:
+    """The first record of TLS 1.2, as far as it matters."""
+    body = b"\x03\x03" + chance.randbytes(32) + b"\x00" + b"\x00\x02\x13\x01" + b"\x01\x00"
+    handshake = b"\x01" + len(body).to_bytes(3, "big") + body
+    return b"\x16\x03\x01" + len(handshake).to_bytes(2, "big") + handshake
