@@ -15,13 +15,12 @@ _SCHEDULES = (("zero-bubble", 1), ("zbv", 2), ("interleaved", 2), ("1f1b", 1))
 
 
 def idle_share(view: View) -> float:
-    """The mean bubble ratio, without what came of another rank's late data: 1 - utilisation."""
-    ranks = view.window.ranks.values()
-    latest = max(rank.parts["data"] for rank in ranks)
+    """The mean bubble ratio, without what came of another rank's late data or saving: 1 - utilisation."""
+    late_supplies = view.late_supplies()
     ratios = []
-    for rank in ranks:
+    for number, rank in view.window.ranks.items():
         bubble = rank.parts["bubble"]
-        late = min(bubble, latest - rank.parts["data"])
+        late = min(bubble, late_supplies[number])
         ratios.append(rank.bubble_ratio * (1 - late / bubble) if bubble > 0 else 0.0)
     return min(1.0, max(0.0, fmean(ratios)))
 
@@ -123,7 +122,7 @@ def pipeline_utilization(view: View) -> Iterator[Bottleneck]:
     """Ranks of the pipeline idle, and neither their layers nor the microbatches explain it."""
     idle = idle_share(view)
     severity = severity_of("pipeline_utilization", idle)
-    if view.facts.pp < 2 or severity is None:
+    if view.facts.pp < 2 or severity is None or view.part("bubble") <= WORTH_IT:
         return
     remedy, key, value, gain = _better_schedule(view)
     yield Bottleneck(
