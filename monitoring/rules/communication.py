@@ -9,7 +9,7 @@ from math import ceil
 from monitoring.observations import Bottleneck
 from monitoring.rules.levels import severity_of
 from monitoring.rules.machine import straggling
-from monitoring.rules.view import View, duration, percent, saved, size, smaller
+from monitoring.rules.view import WORTH_IT, View, duration, percent, saved, size, smaller
 
 _WHAT = {"tp": "Tensor-parallel exchanges", "pp": "Messages between stages", "dp": "Reducing gradients"}
 _LARGE = 1 << 20  # bytes of a reduction: above, its time is moving bytes, on every transport measured so far
@@ -101,9 +101,10 @@ def tp_efficiency(view: View) -> Iterator[Bottleneck]:
     if view.facts.tp < 2 or parts["compute"] <= 0:
         return
     severity = severity_of("tp_efficiency", added / (parts["compute"] + added))
-    if severity is None:
-        return
     now, then = view.facts.tp, smaller(view.facts.tp)
+    gain = saved(view.share(added) * (1 - _remains("tp", now, then)))
+    if severity is None or gain <= WORTH_IT:
+        return
     efficiency = parts["compute"] / (parts["compute"] + added)
     yield Bottleneck(
         kind="tp_efficiency",
@@ -115,7 +116,7 @@ def tp_efficiency(view: View) -> Iterator[Bottleneck]:
         "this small don't pay for being shared.",
         key="parallel.tp",
         value=str(then),
-        gain=saved(view.share(added) * (1 - _remains("tp", now, then))),
+        gain=gain,
         axis="tp",
     )
 

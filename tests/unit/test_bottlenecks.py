@@ -159,6 +159,8 @@ def test_tp_efficiency():
     assert one.evidence["efficiency"] == pytest.approx(0.065 / 0.09)
     assert one.gain == pytest.approx(0.25), "alone, a rank exchanges nothing"
     assert found(alike(facts, {"tp_comm": 0.018, "compute": 0.072}), facts) == [], "80 % is enough"
+    short = {"compute": 0.01, "tp_comm": 0.004}
+    assert found(alike(facts, {**short, "optimizer": 0.086}), facts) == [], "layers are hardly any of the step"
     other = mesh(2, 2)
     assert found(alike(other, {"tp_comm": 0.012, "straggler": 0.01}), other) == [], "waits of another axis"
 
@@ -445,6 +447,12 @@ def test_a_pipeline_that_no_schedule_helps():
     one = only(idling(window, 0.31), facts)
     assert (one.kind, one.key, one.value, one.gain) == ("pipeline_utilization", "parallel.pp", "1", None)
     assert found(idling(window, 0.299), facts) == []
+
+
+def test_messages_between_stages_explain_idle_ranks():
+    facts = mesh(pp=2, microbatches=16, batch_size=16)
+    ranks = [rank_window(rank, {"pp_comm": 0.05, "bubble": 0.028}, bubble_ratio=0.31) for rank in (0, 1)]
+    assert only(window_of(*ranks), facts).kind == "pp_comm"
 
 
 def test_a_pipeline_that_takes_little_of_a_step():
