@@ -83,19 +83,48 @@ def too_few_microbatches(view: View) -> Iterator[Bottleneck]:
         return
     microbatches, gain, is_same_batch = found
     batch = view.facts.batch_size * microbatches // view.facts.microbatches
+    break_even = _break_even(view, microbatches, gain) if is_same_batch else None
     yield Bottleneck(
         kind="too_few_microbatches",
         severity=severity,
         message=f"Ranks of the pipeline idle {percent(idle)} of its time: {_count(view.facts.microbatches)} "
         f"for {view.facts.pp} ranks can't keep them busy.",
-        evidence={"utilization": 1 - idle, "microbatches": view.facts.microbatches, "pp": view.facts.pp},
-        remedy=f"Cut the batch into {microbatches} microbatches."
+        evidence={
+            "utilization": 1 - idle,
+            "microbatches": view.facts.microbatches,
+            "pp": view.facts.pp,
+            **({} if break_even is None else {"break_even_seconds": break_even}),
+        },
+        remedy=_cut_smaller(microbatches, break_even)
         if is_same_batch
         else f"A microbatch is one sample already: make the batch larger too, with {microbatches} microbatches.",
         key="pipeline.microbatches" if is_same_batch else "train.batch_size",
         value=str(microbatches if is_same_batch else batch),
         gain=gain,
         axis="pp",
+    )
+
+
+def _break_even(view: View, microbatches: int, gain: float | None) -> float | None:
+    """Seconds of a microbatch on a rank, forward and backward, that may be the same however few samples it has, before
+    the gain is lost. How many they are is not known: all microbatches of a run have the same size.
+
+    The prediction takes what a rank computes in a step as given. A fixed part f makes that (then - now) f longer, and
+    the pipeline (then + pp - 1) / then times as much.
+    """
+    if gain is None:
+        return None
+    now, pp = view.facts.microbatches, view.facts.pp
+    return gain * view.window.seconds * microbatches / ((microbatches - now) * (microbatches + pp - 1))
+
+
+def _cut_smaller(microbatches: int, break_even: float | None) -> str:
+    words = f"Cut the batch into {microbatches} microbatches."
+    if break_even is None:
+        return words
+    return (
+        f"{words} The gain is predicted as if a microbatch's time shrank with its samples: there is none where "
+        f"{duration(break_even)} of each stay, however few they are."
     )
 
 

@@ -43,9 +43,6 @@ class Layer(nn.Module):
 def build(layers=4, width=192, trouble=""):
     return nn.Sequential(*(Layer(width, trouble if index == layers - 1 else "") for index in range(layers)))
 
-def lopsided():
-    return nn.Sequential(nn.Linear(192, 192), nn.Sequential(*(Layer(192, "") for _ in range(8))))
-
 class Heavy(nn.Module):
     "Has half a MiB of gradients, and little to compute."
     def __init__(self):
@@ -344,19 +341,6 @@ def test_a_schedule_without_overlap(folder):
     assert (one["kind"], one["axis"], one["key"]) == ("pipeline_utilization", "pp", "pipeline.schedule")
     assert one["value"] in SCHEDULES
     assert one["gain"] > 0.2
-
-
-@pytest.mark.exhaustive
-def test_a_layer_that_no_cut_makes_lighter(folder):
-    """Two layers, of which one computes nearly all: another cut does not help, fewer stages do."""
-    one = only(
-        folder,
-        "parallel.pp=2",
-        "pipeline.microbatches=16",
-        "pipeline.layers_per_stage=[1, 1]",
-        "model.factory=own:lopsided",
-    )
-    assert (one["kind"], one["axis"], one["key"], one["value"]) == ("pipeline_utilization", "pp", "parallel.pp", "1")
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from monitoring.observations import (
     Straggler,
     Window,
 )
+from monitoring.rules.view import duration
 from monitoring.time_parts import PARTS, TimeParts
 from parallel3d.config import load_config
 from parallel3d.config.models import RunConfig
@@ -406,6 +407,17 @@ def test_too_few_microbatches(stages):
     assert (one.kind, one.axis, one.key, one.value) == ("too_few_microbatches", "pp", "pipeline.microbatches", "8")
     after = max(stages) + min(stages) / 8
     assert one.gain == pytest.approx(1 - (0.01 + after) / (0.01 + sum(stages)))
+    assert f"none where {duration(float(one.evidence['break_even_seconds']))} of each stay" in one.remedy
+
+
+@pytest.mark.parametrize(("pp", "now", "then"), [(2, 1, 8), (2, 2, 8), (4, 4, 16)])
+def test_more_microbatches_gain_nothing_if_so_much_of_each_is_fixed(pp, now, then):
+    facts = mesh(pp=pp, microbatches=now, batch_size=16)
+    one = only(piped(facts, [0.1] * pp), facts)
+    assert (one.kind, one.value) == ("too_few_microbatches", str(then))
+    fixed = float(one.evidence["break_even_seconds"])
+    more = piped(mesh(pp=pp, microbatches=then, batch_size=16), [0.1 + (then - now) * fixed] * pp)
+    assert more.seconds == pytest.approx(piped(facts, [0.1] * pp).seconds)
 
 
 def test_too_few_samples_for_more_microbatches():
@@ -413,6 +425,7 @@ def test_too_few_samples_for_more_microbatches():
     one = only(piped(facts, [0.1] * 4), facts)
     assert (one.kind, one.key, one.value) == ("too_few_microbatches", "train.batch_size", "32")
     assert one.gain == pytest.approx(1 - (0.01 + 0.1 * 19 / 16) / (0.01 + 0.1 * 5 / 2)), "a sample"
+    assert "break_even_seconds" not in one.evidence, "microbatches stay as they are"
 
 
 def test_too_few_microbatches_for_the_schedule():
