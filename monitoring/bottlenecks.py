@@ -48,7 +48,8 @@ HIDDEN_BY: Mapping[str, tuple[str, ...]] = {
     # Predictions of the pipeline take what stages took for what they need, and a core for each rank.
     "uneven_stages": (_NO_CORE, _LATE),
     "too_few_microbatches": (_NO_CORE, _LATE),
-    "pipeline_utilization": (_NO_CORE, _LATE, "uneven_stages", "too_few_microbatches"),
+    # A stage that waits for messages keeps others waiting for its own.
+    "pipeline_utilization": (_NO_CORE, _LATE, "pp_comm", "uneven_stages", "too_few_microbatches"),
     "memory_imbalance": ("uneven_stages",),
 }
 """The causes of each symptom: it is not named while one of them is."""

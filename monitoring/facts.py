@@ -54,6 +54,8 @@ class RunFacts:
     steps: int = 0
     """That are wanted."""
     bucket_bytes: int = 25 << 20
+    comm_strategy: str = "default"
+    """How all-reduces are carried out."""
     shards_optimizer: bool = False
     """Whether replicas share the optimizer's state already."""
     memory_budget: int = 0

@@ -144,6 +144,7 @@ def run_facts(config: RunConfig, model: ModelFacts, run_id: str) -> RunFacts:
         batch_size=config.batch_size,
         steps=config.train.steps,
         bucket_bytes=config.comm.bucket_size,
+        comm_strategy=config.comm.strategy,
         shards_optimizer=config.optimizer.shard,
         memory_budget=config.memory.budget,
         prefetch=config.data.prefetch,

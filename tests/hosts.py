@@ -126,13 +126,18 @@ class Hosts:
             for rank, (host, local) in enumerate(homes)
         ]
 
+    def inside(self, host: int) -> tuple[str, ...]:
+        """What starts a command on this host."""
+        return ("ip", "netns", "exec", self.names[host])
+
     # What the network does.
 
-    def limit(self, rate: str) -> None:
-        """Let each host send no faster than this (`100mbit`), and so receive from one other no faster either."""
+    def limit(self, rate: str, link: str = "eth0") -> None:
+        """Let each host send no faster than this (`100mbit`), and so receive from one other no faster either. On the
+        link `lo`: let the ranks of a host send each other no faster."""
         bucket = ("tbf", "rate", rate, "burst", str(BURST), "limit", str(_QUEUE))
         for name in self.names:
-            _run("tc", "-n", name, "qdisc", "replace", "dev", "eth0", "root", *bucket)
+            _run("tc", "-n", name, "qdisc", "replace", "dev", link, "root", *bucket)
 
     def cut(self) -> None:
         """Lose every packet between hosts without a word, as a broken switch would: connections just hang."""

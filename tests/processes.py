@@ -14,6 +14,7 @@ import sys
 import textwrap
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -70,13 +71,13 @@ class Stream:
 
 
 class Started:
-    """One Python process, with all that it starts."""
+    """One Python process, with all that it starts. `inside`: a command that starts it elsewhere."""
 
-    def __init__(self, *command: str, cwd: Path | None = None, **environment: str) -> None:
+    def __init__(self, *command: str, cwd: Path | None = None, inside: Sequence[str] = (), **environment: str) -> None:
         self.mark = uuid.uuid4().hex
         inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         self.process = subprocess.Popen(
-            [sys.executable, *command],
+            [*inside, sys.executable, *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=cwd,

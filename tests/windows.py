@@ -95,5 +95,15 @@ def _piped_rank(rank: int, makespan: float, stages: Mapping[int, float]) -> Rank
     )
 
 
+def idling(window: Window, ratio: float) -> Window:
+    """The same, but with as much waiting for other stages as this part of the pipeline's time."""
+    ranks = []
+    for rank in window.ranks.values():
+        bubble = rank.compute_wall * ratio / (1 - ratio)
+        parts = TimeParts.of({**rank.parts.to_json(), "bubble": bubble})
+        ranks.append(replace(rank, seconds=parts.total, parts=parts, bubble_ratio=ratio))
+    return window_of(*ranks)
+
+
 def straggler(rank: int, score: float = 0.5, compared_with: str = "peers", host: str | None = None) -> Straggler:
     return Straggler(rank, score, compared_with, since_step=4, host=host)

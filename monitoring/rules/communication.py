@@ -9,7 +9,7 @@ from math import ceil
 from monitoring.observations import Bottleneck
 from monitoring.rules.levels import severity_of
 from monitoring.rules.machine import straggling
-from monitoring.rules.view import View, duration, percent, saved, size, smaller
+from monitoring.rules.view import WORTH_IT, View, duration, percent, saved, size, smaller
 
 _WHAT = {"tp": "Tensor-parallel exchanges", "pp": "Messages between stages", "dp": "Reducing gradients"}
 _LARGE = 1 << 20  # bytes of a reduction: above, its time is moving bytes, on every transport measured so far
@@ -54,7 +54,7 @@ def _remedy(view: View, axis: str, share: float) -> tuple[str, str, str | None, 
     """Words, key, value, gain."""
     if axis == "dp":
         return _less_reducing(view, share)
-    if view.crosses_hosts(axis):
+    if view.crosses_hosts(axis) and view.fits_into_hosts(axis):
         order = "pp-dp-tp" if axis == "tp" else "dp-tp-pp"
         return f"It goes between hosts: number the ranks so that {axis} stays inside.", "parallel.order", order, None
     now = getattr(view.facts, axis)
@@ -78,7 +78,8 @@ def _remains(axis: str, now: int, then: int) -> float:
 
 
 def _less_reducing(view: View, share: float) -> tuple[str, str, str | None, float | None]:
-    if view.crosses_hosts("dp"):
+    adds_up_inside = view.facts.comm_strategy in ("hierarchical", "adaptive")
+    if view.crosses_hosts("dp") and view.shares_hosts("dp") and not adds_up_inside:
         words = (
             "It goes between hosts: add up inside each host first, or let it be measured what is fastest (adaptive)."
         )
@@ -95,15 +96,15 @@ def _less_reducing(view: View, share: float) -> tuple[str, str, str | None, floa
 def tp_efficiency(view: View) -> Iterator[Bottleneck]:
     """Computing beside computing and what tensor parallelism adds to it."""
     parts = view.window.parts
-    # Late peers are counted together on all axes: only where there is no other axis they are those of this one.
-    late = parts["straggler"] if view.facts.dp == view.facts.pp == 1 else 0.0
+    late = _late_peers(view)
     added = parts["tp_comm"] + late
     if view.facts.tp < 2 or parts["compute"] <= 0:
         return
     severity = severity_of("tp_efficiency", added / (parts["compute"] + added))
-    if severity is None:
-        return
     now, then = view.facts.tp, smaller(view.facts.tp)
+    gain = saved(view.share(added) * (1 - _remains("tp", now, then)))
+    if severity is None or gain <= WORTH_IT:
+        return
     efficiency = parts["compute"] / (parts["compute"] + added)
     yield Bottleneck(
         kind="tp_efficiency",
@@ -115,9 +116,19 @@ def tp_efficiency(view: View) -> Iterator[Bottleneck]:
         "this small don't pay for being shared.",
         key="parallel.tp",
         value=str(then),
-        gain=saved(view.share(added) * (1 - _remains("tp", now, then))),
+        gain=gain,
         axis="tp",
     )
+
+
+def _late_peers(view: View) -> float:
+    """Seconds that ranks wait for tensor-parallel peers, but not those whose data or saving is late. Late peers are
+    counted together on all axes: only where there is no other axis they are those of this one."""
+    if view.facts.dp * view.facts.pp > 1:
+        return 0.0
+    supplies = view.late_supplies()
+    waits = [max(0.0, rank.parts["straggler"] - supplies[number]) for number, rank in view.window.ranks.items()]
+    return sum(waits) / len(waits)
 
 
 def small_buckets(view: View) -> Iterator[Bottleneck]:

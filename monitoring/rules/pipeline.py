@@ -15,13 +15,12 @@ _SCHEDULES = (("zero-bubble", 1), ("zbv", 2), ("interleaved", 2), ("1f1b", 1))
 
 
 def idle_share(view: View) -> float:
-    """The mean bubble ratio, without what came of another rank's late data: 1 - utilisation."""
-    ranks = view.window.ranks.values()
-    latest = max(rank.parts["data"] for rank in ranks)
+    """The mean bubble ratio, without what came of another rank's late data or saving: 1 - utilisation."""
+    late_supplies = view.late_supplies()
     ratios = []
-    for rank in ranks:
+    for number, rank in view.window.ranks.items():
         bubble = rank.parts["bubble"]
-        late = min(bubble, latest - rank.parts["data"])
+        late = min(bubble, late_supplies[number])
         ratios.append(rank.bubble_ratio * (1 - late / bubble) if bubble > 0 else 0.0)
     return min(1.0, max(0.0, fmean(ratios)))
 
@@ -84,19 +83,48 @@ def too_few_microbatches(view: View) -> Iterator[Bottleneck]:
         return
     microbatches, gain, is_same_batch = found
     batch = view.facts.batch_size * microbatches // view.facts.microbatches
+    break_even = _break_even(view, microbatches, gain) if is_same_batch else None
     yield Bottleneck(
         kind="too_few_microbatches",
         severity=severity,
         message=f"Ranks of the pipeline idle {percent(idle)} of its time: {_count(view.facts.microbatches)} "
         f"for {view.facts.pp} ranks can't keep them busy.",
-        evidence={"utilization": 1 - idle, "microbatches": view.facts.microbatches, "pp": view.facts.pp},
-        remedy=f"Cut the batch into {microbatches} microbatches."
+        evidence={
+            "utilization": 1 - idle,
+            "microbatches": view.facts.microbatches,
+            "pp": view.facts.pp,
+            **({} if break_even is None else {"break_even_seconds": break_even}),
+        },
+        remedy=_cut_smaller(microbatches, break_even)
         if is_same_batch
         else f"A microbatch is one sample already: make the batch larger too, with {microbatches} microbatches.",
         key="pipeline.microbatches" if is_same_batch else "train.batch_size",
         value=str(microbatches if is_same_batch else batch),
         gain=gain,
         axis="pp",
+    )
+
+
+def _break_even(view: View, microbatches: int, gain: float | None) -> float | None:
+    """Seconds of a microbatch on a rank, forward and backward, that may be the same however few samples it has, before
+    the gain is lost. How many they are is not known: all microbatches of a run have the same size.
+
+    The prediction takes what a rank computes in a step as given. A fixed part f makes that (then - now) f longer, and
+    the pipeline (then + pp - 1) / then times as much.
+    """
+    if gain is None:
+        return None
+    now, pp = view.facts.microbatches, view.facts.pp
+    return gain * view.window.seconds * microbatches / ((microbatches - now) * (microbatches + pp - 1))
+
+
+def _cut_smaller(microbatches: int, break_even: float | None) -> str:
+    words = f"Cut the batch into {microbatches} microbatches."
+    if break_even is None:
+        return words
+    return (
+        f"{words} The gain is predicted as if a microbatch's time shrank with its samples: there is none where "
+        f"{duration(break_even)} of each stay, however few they are."
     )
 
 
@@ -123,7 +151,7 @@ def pipeline_utilization(view: View) -> Iterator[Bottleneck]:
     """Ranks of the pipeline idle, and neither their layers nor the microbatches explain it."""
     idle = idle_share(view)
     severity = severity_of("pipeline_utilization", idle)
-    if view.facts.pp < 2 or severity is None:
+    if view.facts.pp < 2 or severity is None or view.part("bubble") <= WORTH_IT:
         return
     remedy, key, value, gain = _better_schedule(view)
     yield Bottleneck(

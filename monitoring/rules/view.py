@@ -82,6 +82,21 @@ class View:
             hosts.setdefault(others, set()).add(rank.host)
         return any(len(each) > 1 for each in hosts.values())
 
+    def fits_into_hosts(self, axis: str) -> bool:
+        """Whether ranks can be numbered so that those that differ on this axis only are on one host."""
+        return all(len(members) % getattr(self.facts, axis) == 0 for members in self.hosts.values())
+
+    def shares_hosts(self, axis: str) -> bool:
+        """Whether some ranks that differ on this axis only are on one host."""
+        places = [(rank.host, rank.place._replace(**{axis: 0})) for rank in self.ranks.values()]
+        return len(set(places)) < len(places)
+
+    def late_supplies(self) -> dict[int, float]:
+        """Of each rank, the seconds by which another one is later because of its data or its saving: who needs that
+        one's work waits so long, whatever the mesh."""
+        own = {number: rank.parts["data"] + rank.parts["checkpoint"] for number, rank in self.window.ranks.items()}
+        return {number: max(own.values()) - seconds for number, seconds in own.items()}
+
     def by_stage_rank(self) -> dict[int, list[RankWindow]]:
         """Ranks with the same work, by their place in the pipeline."""
         found: dict[int, list[RankWindow]] = {}

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from parallel3d.schedules.build import SCHEDULES
+from tests.hosts import Hosts, why_not
 from tests.processes import Started, write_script
 
 pytestmark = pytest.mark.slow
@@ -39,9 +43,50 @@ class Layer(nn.Module):
 def build(layers=4, width=192, trouble=""):
     return nn.Sequential(*(Layer(width, trouble if index == layers - 1 else "") for index in range(layers)))
 
+class Heavy(nn.Module):
+    "Has half a MiB of gradients, and little to compute."
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1 << 17))
+    def forward(self, x):
+        return x + self.weight.sum()
+
+def heavy(layers):
+    return nn.Sequential(*(Heavy() for _ in range(layers)))
+
+class Frozen(nn.Module):
+    "Has 32 MiB to save, and hardly anything to compute."
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1 << 23), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(192))
+    def forward(self, x):
+        return x * self.scale + self.weight[0]
+
+def frozen():
+    return nn.Sequential(Frozen(), Frozen())
+
+class Widen(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((1, width), 1 / width))
+    def forward(self, x):
+        return x * self.weight
+
+class Narrow(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((width, 1), 1 / width))
+    def forward(self, x):
+        return x @ self.weight
+
+def wide(width):
+    "The first stage has much to tell the second one, and both have little to compute."
+    return nn.Sequential(Widen(width), Narrow(width))
+
 class Data:
-    def __init__(self, seconds=0.0, length=128):
-        self.x, self.seconds = torch.randn(64, length, 192), seconds
+    def __init__(self, seconds=0.0, length=128, width=192):
+        self.x, self.seconds = torch.randn(64, length, width), seconds
     def __len__(self):
         return 64
     def __getitem__(self, index):
@@ -53,6 +98,43 @@ def slow_data():
 
 def short_data():
     return Data(length=1)
+
+def narrow_data():
+    return Data(length=64, width=1)
+"""
+# The command `parallel3d`, whose ranks save all weights between steps.
+SAVES = """
+import parallel3d.training_run
+from parallel3d.cli.main import main
+from runtime.script import Target
+
+parallel3d.training_run._RANK = Target("saving_rank.py")
+main()
+"""
+SAVING_RANK = """
+import os
+import time
+import torch
+from monitoring.events import What
+from parallel3d.coordinator import Coordinator
+from parallel3d.trainer import main
+
+class Saving(Coordinator):
+    async def train_step(self, batch):
+        start = time.monotonic()
+        weights = await self.whole_weights()
+        if weights is not None:
+            await self.mesh.compute(save, weights)
+        self.recorder.record(What.CHECKPOINT, self.step, start, time.monotonic())
+        return await super().train_step(batch)
+
+def save(weights):
+    with open("weights.pt", "wb") as file:
+        torch.save(weights, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+main(Saving.from_config)
 """
 YAML = """
 model: {factory: "own:build", loss: mse}
@@ -76,28 +158,70 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def bottlenecks(folder: Path, *settings: str, cores: set[int] | None = None) -> list[dict[str, Any]]:
+@pytest.fixture
+def slow_network() -> Iterator[dict[str, Any]]:
+    """How to start a run whose ranks, over gloo, send each other 12 MB a second: far less than any machine computes
+    meanwhile, however busy it is."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with Hosts(1) as hosts:
+        hosts.limit("100mbit", "lo")
+        yield {"inside": hosts.inside(0), "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def words_of(settings: Sequence[str]) -> list[str]:
+    return ["run", "run.yaml", *(word for each in settings for word in ("--set", each)), "--run-dir", "out"]
+
+
+def named(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "out" / "metrics.json").read_text())["bottlenecks"]
+
+
+def bottlenecks(
+    folder: Path,
+    *settings: str,
+    cores: set[int] | None = None,
+    program: Sequence[str] = ("-m", "parallel3d"),
+    **how: Any,
+) -> list[dict[str, Any]]:
     """What a run with these keys names at its end."""
-    words = [word for each in settings for word in ("--set", each)]
-    out = folder / "out"
     before = os.sched_getaffinity(0)
     if cores is not None:
         os.sched_setaffinity(0, cores)
     try:
-        started = Started("-m", "parallel3d", "run", "run.yaml", *words, "--run-dir", str(out), cwd=folder)
+        started = Started(*program, *words_of(settings), cwd=folder, **how)
     finally:
         os.sched_setaffinity(0, before)
     with started:
         assert started.finish(60) == 0, started.stderr.text
-    return json.loads((out / "metrics.json").read_text())["bottlenecks"]
+    return named(folder)
 
 
-def only(folder: Path, *settings: str, cores: set[int] | None = None) -> dict[str, Any]:
+def only(folder: Path, *settings: str, **how: Any) -> dict[str, Any]:
     """The one that is named."""
-    every = bottlenecks(folder, *settings, cores=cores)
+    return the_one(bottlenecks(folder, *settings, **how))
+
+
+def the_one(every: list[dict[str, Any]]) -> dict[str, Any]:
     assert len(every) == 1, [each["message"] for each in every]
     assert every[0]["gain"] is None or 0 <= every[0]["gain"] < 1
     return every[0]
+
+
+def only_between(hosts: Hosts, folder: Path, *settings: str) -> dict[str, Any]:
+    """The one that is named by a run of two ranks on each host."""
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                Started(
+                    "-m", "parallel3d", *words_of(settings), cwd=folder, inside=hosts.inside(rank // 2), **variables
+                )
+            )
+            for rank, variables in enumerate(hosts.variables([2, 2]))
+        ]
+        for rank in ranks:
+            assert rank.finish(60) == 0, rank.stderr.text
+    return the_one(named(folder))
 
 
 def test_data_that_comes_late(folder):
@@ -174,6 +298,65 @@ def test_exchanges_that_take_longer_than_computing(folder):
     (folder / "run.yaml").write_text(GPT)
     one = only(folder, "parallel.tp=2", "comm.backend=gloo")
     assert (one["kind"], one["axis"], one["key"], one["value"]) == ("tp_comm", "tp", "parallel.tp", "1")
+
+
+WIDE = ("model.factory=own:wide", "data.factory=own:narrow_data")
+HEAVY = ("model.factory=own:heavy", "data.factory=own:short_data")
+
+
+def test_messages_between_stages_that_take_longer_than_computing(folder, slow_network):
+    settings = ("comm.backend=gloo", "pipeline.microbatches=8", *WIDE, "model.args.width=512")
+    one = only(folder, "parallel.pp=2", *settings, **slow_network)
+    assert (one["kind"], one["axis"], one["key"], one["value"]) == ("pp_comm", "pp", "parallel.pp", "1")
+    assert one["gain"] > 0.4
+
+
+def test_gradients_that_take_longer_than_computing(folder, slow_network):
+    settings = ("comm.backend=gloo", "train.batch_size=2", *HEAVY, "model.args.layers=2")
+    one = only(folder, "parallel.dp=2", *settings, **slow_network)
+    assert (one["kind"], one["axis"], one["key"], one["value"]) == ("dp_comm", "dp", "train.batch_size", "4")
+    assert one["gain"] > 0.3
+
+
+@pytest.mark.exhaustive
+def test_stages_that_are_on_different_hosts(folder, two_hosts):
+    two_hosts.limit("100mbit")
+    mesh = ("parallel.dp=2", "parallel.pp=2", "parallel.order=pp-dp-tp", "pipeline.microbatches=8")
+    one = only_between(two_hosts, folder, *mesh, *WIDE, "model.args.width=512")
+    assert (one["kind"], one["axis"], one["key"], one["value"]) == ("pp_comm", "pp", "parallel.order", "dp-tp-pp")
+
+
+@pytest.mark.exhaustive
+def test_gradients_of_many_replicas_between_hosts(folder, two_hosts):
+    two_hosts.limit("100mbit")
+    one = only_between(two_hosts, folder, "parallel.dp=4", "train.batch_size=4", *HEAVY, "model.args.layers=2")
+    assert (one["kind"], one["axis"], one["key"], one["value"]) == ("dp_comm", "dp", "comm.strategy", "hierarchical")
+
+
+def test_a_schedule_without_overlap(folder):
+    """Each microbatch has gone through both stages and back before the next one begins."""
+    first, last = ([f"{stage}{kind}{number}" for number in range(8) for kind in "FB"] for stage in (0, 1))
+    (folder / "turns.csv").write_text(f"{','.join(first)}\n{','.join(last)}\n")
+    one = only(folder, "parallel.pp=2", "pipeline.microbatches=8", "pipeline.schedule=csv:turns.csv")
+    assert (one["kind"], one["axis"], one["key"]) == ("pipeline_utilization", "pp", "pipeline.schedule")
+    assert one["value"] in SCHEDULES
+    assert one["gain"] > 0.2
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        ["parallel.dp=2"],
+        pytest.param(["parallel.pp=2", "pipeline.microbatches=8"], marks=pytest.mark.exhaustive),
+    ],
+    ids=["dp", "pp"],
+)
+def test_weights_that_are_saved_after_each_step(folder, mesh):
+    write_script(folder, SAVING_RANK, "saving_rank.py")
+    program = [write_script(folder, SAVES, "saves.py")]
+    one = only(folder, *mesh, "model.factory=own:frozen", "data.factory=own:short_data", program=program)
+    assert (one["kind"], one["key"]) == ("checkpoint_stalls", "checkpoint")
+    assert one["gain"] > 0.2
 
 
 def test_nothing_is_wrong(folder):

@@ -23,13 +23,14 @@ from monitoring.observations import (
     Straggler,
     Window,
 )
+from monitoring.rules.view import duration
 from monitoring.time_parts import PARTS, TimeParts
 from parallel3d.config import load_config
 from parallel3d.config.models import RunConfig
 from parallel3d.pipeline_advice import PipelinePlanner
 from parallel3d.schedules.build import SCHEDULES
 from tests.processes import ROOT
-from tests.windows import STEP, alike, mesh, piped, rank_window, ranks_of, straggler, window_of
+from tests.windows import STEP, alike, idling, mesh, piped, rank_window, ranks_of, straggler, window_of
 
 MIB = 1 << 20
 
@@ -112,10 +113,33 @@ def test_from_which_share_on_communication_counts(share, severity):
     ],
 )
 def test_communication_between_hosts(axis, order, key, value):
-    facts = mesh(2, 2, 2)
+    facts = mesh(4, 2, 2)
     ranks = ranks_of(facts, hosts=2, order=order)
     one = only(alike(facts, {f"{axis}_comm": 0.04}), facts, ranks)
     assert (one.kind, one.key, one.value, one.gain) == (f"{axis}_comm", key, value, None)
+
+
+@pytest.mark.parametrize(("axis", "key"), [("tp", "parallel.tp"), ("pp", "parallel.pp"), ("dp", "train.batch_size")])
+def test_communication_between_hosts_of_one_rank(axis, key):
+    """No order of the ranks keeps it inside, and there is nothing to add up inside."""
+    facts = mesh(**{axis: 2})
+    one = only(alike(facts, {f"{axis}_comm": 0.04}), facts, ranks_of(facts, hosts=2))
+    assert (one.kind, one.key) == (f"{axis}_comm", key)
+    assert one.gain is not None
+
+
+def test_an_axis_that_is_larger_than_a_host():
+    facts = mesh(dp=2, pp=4)
+    window = alike(facts, {"pp_comm": 0.04})
+    assert only(window, facts, ranks_of(facts, hosts=2, order="pp-dp-tp")).key == "parallel.order"
+    assert only(window, facts, ranks_of(facts, hosts=4, order="pp-dp-tp")).key == "parallel.pp"
+
+
+@pytest.mark.parametrize("strategy", ["hierarchical", "adaptive"])
+def test_gradients_that_are_added_up_inside_each_host_already(strategy):
+    facts = mesh(dp=4, comm_strategy=strategy)
+    one = only(alike(facts, {"dp_comm": 0.04}), facts, ranks_of(facts, hosts=2))
+    assert (one.key, one.value) == ("train.batch_size", "128")
 
 
 def test_no_axis_no_communication():
@@ -136,8 +160,19 @@ def test_tp_efficiency():
     assert one.evidence["efficiency"] == pytest.approx(0.065 / 0.09)
     assert one.gain == pytest.approx(0.25), "alone, a rank exchanges nothing"
     assert found(alike(facts, {"tp_comm": 0.018, "compute": 0.072}), facts) == [], "80 % is enough"
+    short = {"compute": 0.01, "tp_comm": 0.004}
+    assert found(alike(facts, {**short, "optimizer": 0.086}), facts) == [], "layers are hardly any of the step"
     other = mesh(2, 2)
     assert found(alike(other, {"tp_comm": 0.012, "straggler": 0.01}), other) == [], "waits of another axis"
+
+
+@pytest.mark.parametrize("supply", ["data", "checkpoint"])
+def test_supplies_of_one_rank_are_not_what_tensor_parallelism_costs(supply):
+    facts = mesh(tp=2)
+    ranks = [rank_window(0, {supply: 0.04}), rank_window(1, {"straggler": 0.04})]
+    assert only(window_of(*ranks), facts).kind in ("data_starved", "checkpoint_stalls")
+    ranks[1] = rank_window(1, {"straggler": 0.08})
+    assert "tp_efficiency" in {each.kind for each in found(window_of(*ranks), facts)}, "but the rest is"
 
 
 def test_tp_communication_explains_tp_efficiency():
@@ -326,6 +361,13 @@ def test_checkpoint_stalls():
     assert found(alike(facts, {"checkpoint": 0.005}), facts) == []
 
 
+def test_saving_of_one_rank_is_no_bubble():
+    facts = mesh(pp=2)
+    ranks = [rank_window(0, {"checkpoint": 0.05}), rank_window(1, {"bubble": 0.055}, bubble_ratio=0.9)]
+    ranks = [replace(rank, stages={rank.rank: StageSeconds(0.01, 0.02)}) for rank in ranks]
+    assert only(window_of(*ranks), facts).kind == "checkpoint_stalls"
+
+
 # The pipeline.
 
 
@@ -365,6 +407,17 @@ def test_too_few_microbatches(stages):
     assert (one.kind, one.axis, one.key, one.value) == ("too_few_microbatches", "pp", "pipeline.microbatches", "8")
     after = max(stages) + min(stages) / 8
     assert one.gain == pytest.approx(1 - (0.01 + after) / (0.01 + sum(stages)))
+    assert f"none where {duration(float(one.evidence['break_even_seconds']))} of each stay" in one.remedy
+
+
+@pytest.mark.parametrize(("pp", "now", "then"), [(2, 1, 8), (2, 2, 8), (4, 4, 16)])
+def test_more_microbatches_gain_nothing_if_so_much_of_each_is_fixed(pp, now, then):
+    facts = mesh(pp=pp, microbatches=now, batch_size=16)
+    one = only(piped(facts, [0.1] * pp), facts)
+    assert (one.kind, one.value) == ("too_few_microbatches", str(then))
+    fixed = float(one.evidence["break_even_seconds"])
+    more = piped(mesh(pp=pp, microbatches=then, batch_size=16), [0.1 + (then - now) * fixed] * pp)
+    assert more.seconds == pytest.approx(piped(facts, [0.1] * pp).seconds)
 
 
 def test_too_few_samples_for_more_microbatches():
@@ -372,13 +425,13 @@ def test_too_few_samples_for_more_microbatches():
     one = only(piped(facts, [0.1] * 4), facts)
     assert (one.kind, one.key, one.value) == ("too_few_microbatches", "train.batch_size", "32")
     assert one.gain == pytest.approx(1 - (0.01 + 0.1 * 19 / 16) / (0.01 + 0.1 * 5 / 2)), "a sample"
+    assert "break_even_seconds" not in one.evidence, "microbatches stay as they are"
 
 
 def test_too_few_microbatches_for_the_schedule():
     facts = mesh(pp=4, microbatches=4, schedule="interleaved", virtual_stages=2, batch_size=20)
     window = piped(facts, [0.1] * 8)
-    worse = replace(window, ranks={n: replace(rank, bubble_ratio=0.4) for n, rank in window.ranks.items()})
-    one = only(worse, facts)
+    one = only(idling(window, 0.4), facts)
     assert (one.kind, one.value) == ("too_few_microbatches", "20"), "10 and 5 are no multiples of 4 ranks"
 
 
@@ -394,8 +447,7 @@ def test_pipeline_utilization():
     """Microbatches enough, layers alike, and yet more waiting than the schedule has."""
     facts = mesh(pp=8, microbatches=32, batch_size=32, layers_per_stage=(2,) * 8)
     window = piped(facts, [0.1] * 8)
-    worse = replace(window, ranks={n: replace(rank, bubble_ratio=0.35) for n, rank in window.ranks.items()})
-    one = only(worse, facts)
+    one = only(idling(window, 0.35), facts)
     assert (one.kind, one.key) == ("pipeline_utilization", "pipeline.schedule")
     assert one.value in SCHEDULES
     assert one.gain is not None
@@ -405,11 +457,24 @@ def test_pipeline_utilization():
 def test_a_pipeline_that_no_schedule_helps():
     facts = mesh(pp=2, microbatches=64, batch_size=64, layers_per_stage=(1, 1))
     window = piped(facts, [0.1, 0.1])
-    worse = replace(window, ranks={n: replace(rank, bubble_ratio=0.31) for n, rank in window.ranks.items()})
-    one = only(worse, facts)
+    one = only(idling(window, 0.31), facts)
     assert (one.kind, one.key, one.value, one.gain) == ("pipeline_utilization", "parallel.pp", "1", None)
-    just = replace(window, ranks={n: replace(rank, bubble_ratio=0.3) for n, rank in window.ranks.items()})
-    assert found(just, facts) == []
+    assert found(idling(window, 0.299), facts) == []
+
+
+def test_messages_between_stages_explain_idle_ranks():
+    facts = mesh(pp=2, microbatches=16, batch_size=16)
+    ranks = [rank_window(rank, {"pp_comm": 0.05, "bubble": 0.028}, bubble_ratio=0.31) for rank in (0, 1)]
+    assert only(window_of(*ranks), facts).kind == "pp_comm"
+
+
+def test_a_pipeline_that_takes_little_of_a_step():
+    """Ranks idle in it, but hardly any time is lost."""
+    facts = mesh(pp=2, microbatches=64, batch_size=64, layers_per_stage=(1, 1))
+    ranks = [rank_window(rank, {"bubble": 0.004}, bubble_ratio=0.5) for rank in (0, 1)]
+    assert found(window_of(*ranks), facts) == []
+    ranks = [rank_window(rank, {"bubble": 0.006}, bubble_ratio=0.5) for rank in (0, 1)]
+    assert only(window_of(*ranks), facts).kind == "pipeline_utilization"
 
 
 # Memory.
