@@ -186,7 +186,10 @@ class GradientClient:
         while self._turn.average is None:
             if self._failure is None and self._turn.share is None:
                 raise ShareChanged("this share's average will not come: ask for the next share.")
-            await self._change()
+            if self._failure is None and self._turn.wanted_state is not None:
+                await self._send_state()  # after a restart, one that is behind may need it before anybody goes on
+            else:
+                await self._change()
         self._outgoing, self._has_share = None, False
         self._stop_sending()
         return self._turn.take_average()
@@ -228,15 +231,16 @@ class GradientClient:
             while self._turn.left is None:
                 self._session = session = await self._connect()
                 self.num_joins += 1
+                self._send_as_told()  # what came together with the welcome
                 self._changed.set()
                 why = await session.lasts()
                 self._session = None
                 self._turn.lost()
                 self._send_as_told()
-                if self._turn.left is None and self._failure is None:
-                    self._log.warning("the gradient server was lost", error=str(why))
-                if self._failure is not None:
+                if self._failure is not None or self._is_closed:
                     return
+                if self._turn.left is None:
+                    self._log.warning("the gradient server was lost", error=str(why))
         except Exception as error:
             self._fail(error)
 
