@@ -170,7 +170,7 @@ class WorkerTurn:
             case StateDone():
                 self._end_state(item)
             case Leave():
-                self.left = item.reason
+                self.left, self._assigned = item.reason, None
                 self._forget_share()
             case Refused():
                 raise ServerRefused(item.reason, item.detail)

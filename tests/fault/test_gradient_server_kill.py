@@ -293,14 +293,14 @@ def test_a_worker_comes_back_when_others_have_its_samples_already():
 @pytest.mark.parametrize("place", ["compute", "received"])
 def test_the_server_is_killed_and_started_again_while_a_worker_is_frozen(place):
     """Which is still there when it goes on, at a step that the others have left long ago."""
-    with free_run(num_workers=2) as run:
+    with free_run() as run:
         server, workers = run.start({"a": Manner(), "b": Manner(), "v": Manner(holds=((place, WHEN),))})
         victim = workers["v"]
         victim.until_step(Taken if place == "compute" else Received, WHEN)
         victim.send(signal.SIGSTOP)
         server.send(signal.SIGKILL)
         server.dies()
-        run.start_server().until_step(Stepped, WHEN + 3)
+        run.start_server(workers=2).until_step(Stepped, WHEN + 3)
         victim.send(signal.SIGCONT)
         victim.go_on()
         takes_part_again(run, victim)
