@@ -186,7 +186,8 @@ class GradientServer:
         worker = connection.worker
         if not self._runner.forget(connection) or worker is None:
             return
-        self._log.warning("lost", worker=worker, why=str(error))
+        if not self.is_ending:
+            self._log.warning("lost", worker=worker, why=str(error))
         if isinstance(error, GradientRefused):
             self._runner.handle(Misbehaved(worker, error))
         else:

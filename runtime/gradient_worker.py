@@ -233,10 +233,10 @@ class GradientClient:
                 self._session = None
                 self._turn.lost()
                 self._send_as_told()
-                if self._turn.left is None and self._failure is None:
-                    self._log.warning("the gradient server was lost", error=str(why))
-                if self._failure is not None:
+                if self._failure is not None or self._is_closed:
                     return
+                if self._turn.left is None:
+                    self._log.warning("the gradient server was lost", error=str(why))
         except Exception as error:
             self._fail(error)
 

@@ -63,18 +63,16 @@ class IntakeV1:
 
     def _key_of(self, head: Any, count: int) -> tuple[Key, Plan | None, tuple[int, ...]]:
         """And how many others there are, where that is told, and the sizes of its tensors."""
-        match head:
-            case GradientPayload():
-                return WHOLE, Plan("whole"), ()
-            case NonBlockGradientPayload():
-                return component(head.component), None, ()
-            case BlockGradientPayload(block=number, num_blocks=most, sizes=sizes):
-                if number >= most:
-                    self._refuse(Reason.WRONG_BLOCK, f"block {number} of {most}.")
-                if sum(sizes) != count:
-                    self._refuse(Reason.WRONG_SIZES, f"block {number}: sizes add up to {sum(sizes)}, not {count}.")
-                return block(number), Plan("blocks", most), sizes
-        self._refuse(Reason.UNEXPECTED, f"{type(head).__name__}.")
+        if isinstance(head, GradientPayload):
+            return WHOLE, Plan("whole"), ()
+        if isinstance(head, NonBlockGradientPayload):
+            return component(head.component), None, ()
+        assert isinstance(head, BlockGradientPayload)
+        if head.block >= head.num_blocks:
+            self._refuse(Reason.WRONG_BLOCK, f"block {head.block} of {head.num_blocks}.")
+        if (added := sum(head.sizes)) != count:
+            self._refuse(Reason.WRONG_SIZES, f"block {head.block}: sizes add up to {added}, not {count}.")
+        return block(head.block), Plan("blocks", head.num_blocks), head.sizes
 
     def _current(self, step: int, worker: int) -> StepSum:
         total, now = self._desk.sum, self._desk.step

@@ -20,40 +20,46 @@ class IntakeV2:
         self.told: tuple[int, int] | None = None
         """Step and attempt that it was asked for last."""
         self._sum: StepSum | None = None
-        """That the chunk which comes now is for; None: for nothing, or a state's."""
-        self._is_gradient = False
-        """Whether it is a gradient's."""
+        """That the chunk which comes now is for; None where it is wanted no more, or a state's."""
+        self._is_state = False
         self._chunk: Chunk
         self._dtype = Dtype.FLOAT32.numpy
         self._refusal: GradientRefused | None = None
 
     def take(self, item: Item) -> None:
         match item:
-            case VectorPiece() if self._is_gradient:
-                if self._sum is not None:
+            case VectorPiece():
+                if self._is_state:
+                    self._desk.state(self._worker, item)
+                elif self._sum is not None:
                     self._piece(self._sum, item)
-            case VectorBegins(head=Chunk(kind=Kind.GRADIENT)):
-                self._is_gradient = True
-                self._begin(item)
-            case VectorEnds(message=Chunk(kind=Kind.GRADIENT)):
-                self._is_gradient = False
-                self._end()
-            case Table(kind=Kind.GRADIENT):
-                self._table(item)
+            case VectorBegins(head=Chunk(kind=kind)):
+                self._is_state = kind is Kind.STATE
+                self._take(kind, item)
+            case VectorEnds(message=Chunk(kind=kind)) | Table(kind=kind):
+                self._take(kind, item)
+            case StateDone():
+                self._desk.state(self._worker, item)
             case GradientDone():
                 self._done(item)
-            case VectorPiece() | StateDone():
-                self._desk.state(self._worker, item)
-            case VectorBegins(head=Chunk(kind=Kind.STATE)) | VectorEnds(message=Chunk(kind=Kind.STATE)):
-                self._desk.state(self._worker, item)
-            case Table(kind=Kind.STATE):
-                self._desk.state(self._worker, item)
             case Leave():
                 self._desk.left(self._worker, item.reason)
             case Beat():
                 pass
             case _:
                 self._refuse(Reason.UNEXPECTED, f"{type(item).__name__}.")
+
+    def _take(self, kind: Kind, item: VectorBegins | VectorEnds | Table) -> None:
+        if kind is Kind.STATE:
+            self._desk.state(self._worker, item)
+        elif kind is Kind.AVERAGE:
+            self._refuse(Reason.UNEXPECTED, "an average, from a worker.")
+        elif isinstance(item, VectorBegins):
+            self._begin(item)
+        elif isinstance(item, VectorEnds):
+            self._end()
+        else:
+            self._table(item)
 
     def _refuse(self, reason: Reason, detail: str) -> NoReturn:
         raise GradientRefused(reason, detail, self._worker)

@@ -76,13 +76,14 @@ class StateRelay:
 
     async def _until_there_is_room(self) -> None:
         """The source is read again when no sink has anything left to send on."""
-        try:
-            for outbox in list(self._sinks.values()):
-                await outbox.emptied()
-        finally:
-            self._waiting = None
-            self.last_moved = time.monotonic()
-            self._source.resume()
+        for outbox in list(self._sinks.values()):
+            await outbox.emptied()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        self._waiting = None
+        self.last_moved = time.monotonic()
+        self._source.resume()
 
     def without(self, worker: int) -> None:
         """A sink is gone."""
@@ -98,5 +99,4 @@ class StateRelay:
         self._sinks.clear()
         if self._waiting is not None:
             self._waiting.cancel()
-            self._waiting = None
-            self._source.resume()  # the task may not even have begun
+            self._go_on()  # not in the task: one that is cancelled before it has begun never runs
