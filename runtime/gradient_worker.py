@@ -186,7 +186,10 @@ class GradientClient:
         while self._turn.average is None:
             if self._failure is None and self._turn.share is None:
                 raise ShareChanged("this share's average will not come: ask for the next share.")
-            await self._change()
+            if self._failure is None and self._turn.wanted_state is not None:
+                await self._send_state()  # after a restart, one that is behind may need it before anybody goes on
+            else:
+                await self._change()
         self._outgoing, self._has_share = None, False
         self._stop_sending()
         return self._turn.take_average()

@@ -157,15 +157,16 @@ def test_a_worker_is_killed_while_it_joins(when, is_replaced):
 @pytest.mark.parametrize("is_replaced", [False, True], ids=["for good", "and is replaced"])
 @pytest.mark.parametrize("moment", ["before", "middle", "after"])
 def test_a_worker_is_killed_while_it_gives_everybody_its_first_weights(moment, is_replaced):
-    with Run(3, steps=STEPS, rejoin_seconds=LATER if is_replaced else SOON) as run:
-        _, workers = run.start(
-            {"v": Manner(sends("Chunk", moment, Kind.STATE, 5, step=0)), "a": Manner(), "b": Manner()}
-        )
+    with Run(3, steps=STEPS, rejoin_seconds=SOON) as run:
+        point = sends("Chunk", moment, Kind.STATE, 5, step=0)
+        _, workers = run.start({"v": Manner(point), "a": Manner(holds=WAITS), "b": Manner()})
         workers["v"].dies()
         if is_replaced:
-            run.start_worker("v", waits=False)
+            run.start_worker("v")
+        workers["a"].go_on()
         found = run.finish()
         assert [step.step for step in found.steps] == list(range(STEPS))
+        assert len(found.shares[STEPS - 1]) == (3 if is_replaced else 2)
 
 
 @pytest.mark.parametrize("moment", ["before", "middle", "after"])
