@@ -240,6 +240,11 @@ class Process(Rank):
         """Such a word of this step, or a later one."""
         return self.until(lambda word: isinstance(word, kind) and word.step >= step)
 
+    def last_step(self) -> int:
+        """Of a server."""
+        with self._news:
+            return max((word.step for word in self.words if isinstance(word, Stepped)), default=0)
+
     def ends(self, seconds: float = SECONDS) -> int | None:
         """Its exit code. Raises the error that ended it."""
         deadline = time.monotonic() + seconds
