@@ -121,10 +121,13 @@ class GradientWorker:
         self._parts, self._also = cut_into_parts(trained), cut_into_parts(also)
         self._early = None
 
-    def shares(self) -> AsyncGenerator[Share, None]:
+    async def shares(self) -> AsyncGenerator[Share, None]:
         """This worker's share of each step, until the server ends. To ask for one says that the step before has been
         applied."""
-        return self._client.shares()
+        while (share := await self._client.next_share()) is not None:
+            if self._early is not None:
+                self._early.take_num_kept()  # of a share that was not wanted any more
+            yield share
 
     @contextlib.contextmanager
     def overlap(self) -> Iterator[None]:

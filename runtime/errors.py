@@ -11,6 +11,10 @@ Parallel3DError
 ├── WireError              a peer's bytes are refused, and why; lives in runtime.wire
 ├── LinkLost               a gradient server's peer is gone, or nobody is there; lives in runtime.link
 ├── NonFiniteGradient      gradients have become NaN or infinite; carries the ranks that have them
+├── WireError              what a peer of the gradient server sent is refused; lives in runtime.refusals
+├── LinkLost               its connection is gone; lives in runtime.link
+├── ServerRefused          the gradient server refuses a worker, or has halted; lives in runtime.worker_turn
+├── ShareChanged           a share's average will not come; lives in runtime.worker_turn
 └── CommunicationError     something between ranks; carries rank, coords, step and action
     ├── Mismatch           ranks called different things
     ├── PeerLost           they died, or left

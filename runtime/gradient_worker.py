@@ -231,6 +231,7 @@ class GradientClient:
             while self._turn.left is None:
                 self._session = session = await self._connect()
                 self.num_joins += 1
+                self._send_as_told()  # what came together with the welcome
                 self._changed.set()
                 why = await session.lasts()
                 self._session = None

@@ -70,12 +70,10 @@ class ScriptedLink:
                     self.send(Refused(error.reason, error.detail))
                     self._link.close()
                     return
-                number = len(self._server.joined)
-                self.send(
-                    Welcome(
-                        number, 1, mac, self._server.beat_ms, self._server.timeout_ms, CHUNK_BYTES, self._server.codec
-                    )
-                )
+                server = self._server
+                times = server.beat_ms, server.timeout_ms
+                welcome = Welcome(len(server.joined), 1, mac, *times, CHUNK_BYTES, server.codec)
+                self.send(welcome, *server.with_welcome)
                 self._link.joined(2)
                 self._server.joined.append(self)
                 self._server.joins.put_nowait(self)
@@ -89,8 +87,7 @@ class ScriptedLink:
                 self._items.put_nowait(item)
 
     def send(self, *messages: Message) -> None:
-        for message in messages:
-            self._link.write(encode(message))
+        self._link.write(b"".join(map(encode, messages)))
 
     def send_parts(
         self, kind: Kind, step: int, attempt: int, parts: list[Array], *, num_chunks: int | None = None
@@ -165,6 +162,9 @@ class ScriptedServer:
         self.token, self.codec, self.beat_ms, self.timeout_ms = token, codec, beat_ms, timeout_ms
         self.seen = JoinsSeen()
         self.refusal: Refused | None = None
+        """What joins are answered with."""
+        self.with_welcome: list[Message] = []
+        """What is sent in one go with it."""
         self.joined: list[ScriptedLink] = []
         self.joins: asyncio.Queue[ScriptedLink] = asyncio.Queue()
         self._links: list[Link] = []

@@ -324,6 +324,20 @@ async def test_a_gradient_is_kept_and_sent_again_on_the_next_connection(server):
         assert (values(home), client.num_joins) == ([3], 2)
 
 
+async def test_a_server_that_tells_all_at_once(server):
+    async with joined(server) as (client, link):
+        assign(link)
+        await client.next_share()
+        averaging = asyncio.create_task(client.average([part([1])], [part([0])]))
+        await link.gradient()
+        server.with_welcome = [Assignment(0, 1, 0, 4, TOTAL)]
+        link.cut()
+        link = await server.next_join()
+        assert await sent(link) == [[1]]
+        average(link, 0, 1, [3])
+        await averaging
+
+
 async def test_an_average_that_has_come_counts_as_applied(server):
     """Also when the connection breaks before the caller asks for the next share."""
     async with joined(server) as (client, link):

@@ -167,6 +167,30 @@ async def test_a_second_backward_comes_too_late():
                 net(torch.randn(4, 3)).mean().backward()
 
 
+async def test_parts_of_a_share_that_is_not_wanted_any_more_are_not_sent_for_the_next():
+    net = model()
+    async with joined() as (worker, link):
+        worker.attach(net)
+        shares = worker.shares()
+        link.send(Assignment(0, 0, 0, 4, 8))
+        await anext(shares)
+        with worker.overlap():
+            net(torch.zeros(4, 3)).mean().backward()
+        await link.expect(Table)
+        assert [len(await link.expect(bytes)) for _ in range(2)] == [64, 20]
+        link.send(Assignment(0, 1, 0, 8, 8))
+        while worker._client._turn.share is not None:  # noqa: ASYNC110 - until it was heard
+            await asyncio.sleep(0)
+        await anext(shares)
+        net.zero_grad()
+        net(torch.ones(8, 3)).mean().backward()
+        averaging = asyncio.create_task(worker.average())
+        sent = await link.gradient()
+        expected = torch.cat([each.grad.flatten() for each in reversed(list(net.parameters()))])
+        assert torch.equal(torch.from_numpy(sent.parts[0].copy()), expected)
+        averaging.cancel()
+
+
 async def test_a_state_goes_from_one_model_to_another():
     mine, theirs = model(), model()
     with torch.no_grad():
