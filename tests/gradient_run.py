@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Self
 
@@ -240,6 +240,11 @@ class Process(Rank):
         """Such a word of this step, or a later one."""
         return self.until(lambda word: isinstance(word, kind) and word.step >= step)
 
+    def last_step(self) -> int:
+        """Of a server."""
+        with self._news:
+            return max((word.step for word in self.words if isinstance(word, Stepped)), default=0)
+
     def ends(self, seconds: float = SECONDS) -> int | None:
         """Its exit code. Raises the error that ended it."""
         deadline = time.monotonic() + seconds
@@ -292,8 +297,8 @@ class Run:
     def address(self) -> str:
         return f"127.0.0.1:{self.settings.port}"
 
-    def start_server(self, point: Point | None = None) -> Process:
-        process = Process(self._news, serve, self.settings, point)
+    def start_server(self, point: Point | None = None, **settings: Any) -> Process:
+        process = Process(self._news, serve, replace(self.settings, **settings), point)
         self.servers.append(process)
         process.until(lambda word: isinstance(word, Listening))
         return process

@@ -25,7 +25,8 @@ from tests.processes import SECONDS
 
 _context = multiprocessing.get_context("forkserver")
 atexit.register(forkserver._forkserver._stop)  # it would end by itself, but only after this process has
-_context.set_forkserver_preload(["__main__", "torch", "parallel3d.rank_mesh", "runtime.loop", __name__])
+_gradients = ["runtime.gradient_server", "runtime.gradient_worker"]
+_context.set_forkserver_preload(["__main__", "torch", "parallel3d.rank_mesh", "runtime.loop", *_gradients, __name__])
 
 NETWORK = "PARALLEL3D_TEST_NETWORK"  # the file of the network namespace a rank lives in
 _CLONE_NEWNET = 0x40000000

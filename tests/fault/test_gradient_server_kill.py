@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import socket
 import threading
@@ -25,7 +26,7 @@ from runtime.wire import (
     encode,
 )
 from tests.gradient_problem import CLOSE, Size, Weights, alone
-from tests.gradient_run import Applied, Loaded, Manner, Process, Received, Run, Stepped, Taken
+from tests.gradient_run import PLAIN, Applied, Loaded, Manner, Process, Received, Run, Stepped, Taken
 from tests.processes import SECONDS
 from tests.wire_faults import Point
 
@@ -157,15 +158,16 @@ def test_a_worker_is_killed_while_it_joins(when, is_replaced):
 @pytest.mark.parametrize("is_replaced", [False, True], ids=["for good", "and is replaced"])
 @pytest.mark.parametrize("moment", ["before", "middle", "after"])
 def test_a_worker_is_killed_while_it_gives_everybody_its_first_weights(moment, is_replaced):
-    with Run(3, steps=STEPS, rejoin_seconds=LATER if is_replaced else SOON) as run:
-        _, workers = run.start(
-            {"v": Manner(sends("Chunk", moment, Kind.STATE, 5, step=0)), "a": Manner(), "b": Manner()}
-        )
+    with Run(3, steps=STEPS, rejoin_seconds=SOON) as run:
+        point = sends("Chunk", moment, Kind.STATE, 5, step=0)
+        _, workers = run.start({"v": Manner(point), "a": Manner(holds=WAITS), "b": Manner()})
         workers["v"].dies()
         if is_replaced:
-            run.start_worker("v", waits=False)
+            run.start_worker("v")
+        workers["a"].go_on()
         found = run.finish()
         assert [step.step for step in found.steps] == list(range(STEPS))
+        assert len(found.shares[STEPS - 1]) == (3 if is_replaced else 2)
 
 
 @pytest.mark.parametrize("moment", ["before", "middle", "after"])
@@ -293,14 +295,14 @@ def test_a_worker_comes_back_when_others_have_its_samples_already():
 @pytest.mark.parametrize("place", ["compute", "received"])
 def test_the_server_is_killed_and_started_again_while_a_worker_is_frozen(place):
     """Which is still there when it goes on, at a step that the others have left long ago."""
-    with free_run(num_workers=2) as run:
+    with free_run() as run:
         server, workers = run.start({"a": Manner(), "b": Manner(), "v": Manner(holds=((place, WHEN),))})
         victim = workers["v"]
         victim.until_step(Taken if place == "compute" else Received, WHEN)
         victim.send(signal.SIGSTOP)
         server.send(signal.SIGKILL)
         server.dies()
-        run.start_server().until_step(Stepped, WHEN + 3)
+        run.start_server(workers=2).until_step(Stepped, WHEN + 3)
         victim.send(signal.SIGCONT)
         victim.go_on()
         takes_part_again(run, victim)
@@ -355,10 +357,10 @@ def test_a_worker_of_version_1_that_is_lost_ends_the_run_and_is_named(num_bytes)
             second.send(second.gradient(second.hear())[:num_bytes])
             second.close()
             assert isinstance(first.hear(), Shutdown)
-            with pytest.raises(PeerLost, match=r"worker 1 \(second\) was lost at step 0: ") as caught:
-                server.ends()
-            assert (caught.value.rank, caught.value.step) == (1, 0)
-            assert ("in the midst of a message" in str(caught.value)) == (num_bytes != 0)
+        with pytest.raises(PeerLost, match=r"worker 1 \(second\) was lost at step 0: ") as caught:
+            server.ends()
+        assert (caught.value.rank, caught.value.step) == (1, 0)
+        assert ("in the midst of a message" in str(caught.value)) == (num_bytes != 0)
 
 
 def test_a_worker_of_version_1_that_leaves_does_not():
@@ -375,3 +377,62 @@ def test_a_worker_of_version_1_that_leaves_does_not():
             assert isinstance(first.hear(), AveragedGradient)
             assert isinstance(first.hear(), Shutdown)
         assert server.ends() == 0
+
+
+# All of that, in any order.
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_happens(seed):
+    chance = random.Random(seed)
+    with Run(3, size=Size(4000, 2000), rejoin_seconds=SOON, heartbeat_seconds=0.2, timeout_seconds=1.5) as run:
+        run.start(dict.fromkeys("abc", PLAIN))
+        for _ in range(12):
+            server = run.servers[-1]
+            server.until_step(Stepped, server.last_step() + chance.randint(1, 20))
+            something_happens(run, chance)
+        server = run.servers[-1]
+        server.until_step(Stepped, server.last_step() + 20)
+        server.go_on()
+        found = run.finish(began_with="a")
+        assert len(found.steps) > 100
+
+
+def something_happens(run: Run, chance: random.Random) -> None:
+    """Never to all that know the latest weights: a server waits for those."""
+    server, name = run.servers[-1], chance.choice("abc")
+    victim, others = run.workers[name][-1], [each[-1] for key, each in run.workers.items() if key != name]
+    match chance.choice(("kill", "kill late", "freeze", "server", "server and worker", "server while frozen")):
+        case "kill":
+            kill(victim)
+            run.start_worker(name)
+        case "kill late":
+            kill(victim)
+            server.until_step(Stepped, server.last_step() + 3)
+            run.start_worker(name)
+        case "freeze":
+            victim.send(signal.SIGSTOP)
+            server.until_step(Stepped, server.last_step() + chance.randint(1, 5))
+            victim.send(signal.SIGCONT)
+        case "server":
+            kill(server)
+            run.start_server(workers=chance.randint(2, 3))
+        case "server and worker":
+            kill(server)
+            kill(victim)
+            run.start_server(workers=chance.randint(2, 3))
+            run.start_worker(name)
+        case "server while frozen":
+            victim.send(signal.SIGSTOP)
+            kill(server)
+            run.start_server(workers=2).until_step(Stepped, server.last_step())
+            victim.send(signal.SIGCONT)
+    for each in others:
+        each.until_step(Applied, 0)
+
+
+def kill(process: Process) -> None:
+    process.send(signal.SIGKILL)
+    process.dies()
