@@ -90,6 +90,7 @@ def test_no_torch_is_imported_where_none_is_needed(package):
         "import process_groups.topology",
         "import process_groups.strategies.hierarchical, process_groups.strategies.tree",
         "import runtime.launch, monitoring.metrics",
+        "import runtime.gradient_server, monitoring.gradient_server_metrics",
         "import runtime.link, runtime.membership, runtime.wire",
     ],
 )
