@@ -19,12 +19,14 @@ from runtime.wire import Hello, JoinRequest, Proof, Reason, WireError
 
 OnJoin = Callable[["Connection", Hello | JoinRequest, bytes], None]
 """Given the mac for its welcome too."""
+OnFailure = Callable[["Connection", BaseException], None]
+"""Of what sends to it: a bug."""
 
 
 class Connection:
     """What belongs to it ends with it: nothing here outlives the link."""
 
-    def __init__(self, link: Link, admission: Admission, on_join: OnJoin) -> None:
+    def __init__(self, link: Link, admission: Admission, on_join: OnJoin, on_failure: OnFailure) -> None:
         self.link, self.outbox = link, Outbox(link)
         self.version: int | None = None
         self.worker: int | None = None
@@ -35,7 +37,7 @@ class Connection:
         self.since = self.spoke = self.moved = time.monotonic()
         """When it began, when anything was said last, and when bytes were last sent or there were none to send."""
         self._sent = 0
-        self._admission, self._on_join = admission, on_join
+        self._admission, self._on_join, self._on_failure = admission, on_join, on_failure
         self._sending: asyncio.Task[None] | None = None
         link.on_item = self._knock
 
@@ -67,7 +69,12 @@ class Connection:
         self.link.on_item = self.intake.take
         self.link.joined(self.version)
         self._sending = asyncio.create_task(self.outbox.run(), name=f"to worker {worker}")
+        self._sending.add_done_callback(self._stopped_sending)
         return self.voice
+
+    def _stopped_sending(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_failure(self, error)
 
     def note_moves(self, now: float) -> bool:
         """Whether bytes were sent since this was asked before."""

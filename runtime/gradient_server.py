@@ -85,7 +85,8 @@ class GradientServer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop("it ends" if error is None else f"it ends with {type(error).__name__}")
+        is_stopped = error is None or isinstance(error, asyncio.CancelledError)
+        self.stop("it was stopped" if is_stopped else f"it ends with {type(error).__name__}")
         assert self._ending is not None
         try:
             await asyncio.shield(self._ending)
@@ -128,7 +129,8 @@ class GradientServer:
         if self.is_ending:
             link.abort()
             return
-        connection = Connection(link, Admission(self.settings.token or b"", self._seen), self._join)
+        admission = Admission(self.settings.token or b"", self._seen)
+        connection = Connection(link, admission, self._join, self.give_up)
         self.connections.add(connection)
         link.on_lost = partial(self._lost, connection)
 
@@ -170,7 +172,7 @@ class GradientServer:
 
     # Who goes.
 
-    def give_up(self, connection: Connection, error: Exception) -> None:
+    def give_up(self, connection: Connection, error: BaseException) -> None:
         """Hang up, and count it as lost."""
         self._lost(connection, error)
         if isinstance(error, WireError):
@@ -178,7 +180,7 @@ class GradientServer:
         else:
             connection.link.abort()
 
-    def _lost(self, connection: Connection, error: Exception | None) -> None:
+    def _lost(self, connection: Connection, error: BaseException | None) -> None:
         """A link is gone, or what came over it was refused. The first reason counts."""
         if connection not in self.connections:
             return

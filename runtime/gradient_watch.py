@@ -31,7 +31,7 @@ class Watched(Protocol):
     @property
     def is_ending(self) -> bool: ...
 
-    def give_up(self, connection: Connection, error: Exception) -> None:
+    def give_up(self, connection: Connection, error: BaseException) -> None:
         """Hang up, and count it as lost."""
 
 

@@ -176,7 +176,7 @@ def complain(*started: Started) -> str:
     ("num_workers", "options"),
     [
         (2, ()),
-        (3, ("--set", "pipeline.microbatches=7")),
+        pytest.param(3, ("--set", "pipeline.microbatches=7"), marks=pytest.mark.exhaustive),
         pytest.param(3, ("--set", "comm.bucket_size=1 KiB"), marks=pytest.mark.exhaustive),
     ],
     ids=["two", "three, microbatches", "three"],
@@ -195,6 +195,7 @@ def test_workers_train_as_one_process(processes, folder, alone, num_workers, opt
     assert (summary["status"], summary["steps"], summary["refused"]) == ("completed", STEPS, {})
 
 
+@pytest.mark.exhaustive
 def test_a_worker_of_another_seed_takes_the_first_ones_weights(processes, folder, alone):
     """Data is the same for all seeds here, as it is not shuffled."""
     server = processes.enter_context(Server("--steps", str(STEPS), workers=2))
@@ -206,6 +207,7 @@ def test_a_worker_of_another_seed_takes_the_first_ones_weights(processes, folder
     check_weights(second, alone)
 
 
+@pytest.mark.exhaustive
 def test_a_worker_that_comes_late(processes, folder, alone):
     gate = Gate(folder, step=3)
     server = processes.enter_context(Server("--steps", str(STEPS), workers=1))
@@ -221,6 +223,7 @@ def test_a_worker_that_comes_late(processes, folder, alone):
         check_losses(worker, alone)
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_ends_by_itself_when_its_workers_have_made_all_their_steps(processes, folder, alone):
     server = processes.enter_context(Server(workers=2))
     workers = [processes.enter_context(Worker(folder, server.address)) for _ in range(2)]
@@ -230,6 +233,7 @@ def test_a_server_that_ends_by_itself_when_its_workers_have_made_all_their_steps
     assert "completed: all workers have left" in server.stdout.text
 
 
+@pytest.mark.exhaustive
 def test_over_tls_with_a_token_and_watched(processes, folder, alone, tmp_path):
     authority, token = trustme.CA(), tmp_path / "token"
     certificate = authority.issue_cert("127.0.0.1")
@@ -284,6 +288,7 @@ def test_a_server_that_is_killed_and_started_again(processes, folder, alone):
         assert worker.found["joins"] == 2
 
 
+@pytest.mark.exhaustive
 def test_a_worker_that_is_killed(processes, folder, alone):
     gate = Gate(folder, step=3)
     server = processes.enter_context(Server("--steps", str(STEPS), "--rejoin-seconds", "0.1", workers=2))
@@ -296,7 +301,10 @@ def test_a_worker_that_is_killed(processes, folder, alone):
     check_losses(left, alone)
 
 
-SIGNALS = [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.exhaustive)]
+SIGNALS = [
+    pytest.param(signal.SIGINT, 130, marks=pytest.mark.exhaustive),
+    pytest.param(signal.SIGTERM, 143, marks=pytest.mark.exhaustive),
+]
 
 
 @pytest.mark.parametrize(("number", "code"), SIGNALS)
@@ -359,6 +367,7 @@ def test_a_worker_that_is_configured_wrongly(processes, folder, options, words):
     assert worker.stdout.text == ""
 
 
+@pytest.mark.exhaustive
 def test_other_sizes_than_the_servers(processes, folder):
     server = processes.enter_context(Server(workers=1))
     worker = processes.enter_context(Worker(folder, server.address, "--set", "train.batch_size=6"))
@@ -377,6 +386,7 @@ def test_a_worker_without_a_server(processes, folder):
     assert worker.found["status"] == "failed"
 
 
+@pytest.mark.exhaustive
 def test_a_worker_with_another_token(processes, folder, tmp_path):
     for name in ("one", "other"):
         (tmp_path / name).write_text(f"a token that is {name} of two")
@@ -389,6 +399,7 @@ def test_a_worker_with_another_token(processes, folder, tmp_path):
     assert server.finish() == 143
 
 
+@pytest.mark.exhaustive
 def test_gradients_that_are_not_finite_halt_the_run(processes, folder):
     server = processes.enter_context(Server("--json", workers=2))
     workers = [
@@ -440,6 +451,7 @@ def test_a_server_has_no_torch(processes):
     assert server.finish() == 130
 
 
+@pytest.mark.exhaustive
 def test_the_example(processes):
     server = processes.enter_context(Server("--steps", "41", workers=2))
     script = str(ROOT / "examples" / "gradient_worker.py")

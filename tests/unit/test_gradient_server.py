@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
+import ssl
 import struct
 from contextlib import AsyncExitStack
 
 import numpy
 import pytest
+import trustme
 from prometheus_client import CollectorRegistry, generate_latest
 
 from monitoring.gradient_server_metrics import GradientServerMetrics
-from runtime.errors import ConfigError, DeadlineExceeded, LaunchError, PeerLost
+from runtime.errors import ConfigError, DeadlineExceeded, LaunchError, Parallel3DError, PeerLost
 from runtime.gradient_server import GradientServer, GradientServerSettings
 from runtime.wire import (
     Assignment,
@@ -525,3 +527,54 @@ async def test_metrics():
     assert float(figures[f'{name}_bytes_total{{direction="in"}}']) > 300
     assert float(figures[f'{name}_bytes_total{{direction="out"}}']) > 300
     assert f"{name}_in_flight_bytes" in figures
+
+
+@on_uvloop
+async def test_a_step_over_tls():
+    authority = trustme.CA()
+    server_side, worker_side = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), ssl.create_default_context()
+    authority.issue_cert("127.0.0.1").configure_cert(server_side)
+    authority.configure_trust(worker_side)
+    async with serving(tls=server_side, token=TOKEN, steps=1) as run:
+        clients = await joined_v2(run, tls=worker_side, token=TOKEN)
+        values = numpy.arange(900_000, dtype=numpy.float32)
+        for client, given in zip(clients, await assignments(clients), strict=True):
+            client.send_gradient(given, [values])
+        for client in clients:
+            numpy.testing.assert_array_equal((await client.tensors()).arrays[0], values)
+            await client.expect(Leave)
+        await run.end()
+
+
+@on_uvloop
+async def test_a_server_that_is_cancelled_ends_in_order():
+    started = asyncio.Event()
+    addresses = []
+
+    async def serve():
+        async with GradientServer(GradientServerSettings(workers=1, samples=1, port=0)) as server:
+            addresses.append(server.address)
+            started.set()
+            await server.finished()
+
+    task = asyncio.create_task(serve())
+    await started.wait()
+    client = await ClientV2.join(addresses[0])
+    await client.expect(Assignment)
+    task.cancel()
+    assert (await client.expect(Leave)).reason == "it was stopped"
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@on_uvloop
+async def test_a_bug_in_who_is_told_of_steps_ends_the_run_and_says_so():
+    def fail(record):
+        raise ZeroDivisionError("ours")
+
+    async with GradientServer(GradientServerSettings(workers=1, samples=1, port=0), fail) as server:
+        client = await ClientV2.join(server.address)
+        client.send_gradient(await client.expect(Assignment), [floats(1)])
+        await client.skip_to(Refused)
+        with pytest.raises(Parallel3DError, match=r"has a bug: ZeroDivisionError\('ours'\)"):
+            await server.finished()

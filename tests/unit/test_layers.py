@@ -91,6 +91,7 @@ def test_no_torch_is_imported_where_none_is_needed(package):
         "import process_groups.strategies.hierarchical, process_groups.strategies.tree",
         "import runtime.launch, monitoring.metrics",
         "import parallel3d.cli.serve_gradients, parallel3d.cli.join, runtime.gradient_server, runtime.gradient_worker",
+        "import runtime.gradient_server, monitoring.gradient_server_metrics",
         "import runtime.link, runtime.membership, runtime.wire",
     ],
 )
