@@ -106,7 +106,11 @@ class GradientClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._stop("it has done its part" if error is None else f"it ends with {type(error).__name__}")
+        if error is None:
+            await self._stop("it has done its part")
+        else:
+            was_told = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
+            await self._stop("it was interrupted" if was_told else f"it ends with {type(error).__name__}")
 
     async def _stop(self, reason: str) -> None:
         self._is_closed = True

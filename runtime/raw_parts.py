@@ -48,8 +48,11 @@ def slices(part: RawPart, chunk_bytes: int) -> Iterator[Slice]:
 
 
 def room_for(table: Table) -> list[RawPart]:
-    """New memory for what a table announces, which the system gives only as it is written to."""
-    return [RawPart(part.dtype, memoryview(bytearray(part.count * part.dtype.num_bytes))) for part in table.parts]
+    """New memory for what a table announces, which the system gives only as it is written to. Raises WireError."""
+    try:
+        return [RawPart(part.dtype, memoryview(bytearray(part.count * part.dtype.num_bytes))) for part in table.parts]
+    except (MemoryError, OverflowError):
+        raise WireError(Reason.OVER_BUDGET, f"no room for {_described(table.parts)}.") from None
 
 
 class Incoming:

@@ -308,15 +308,16 @@ SIGNALS = [
 
 
 @pytest.mark.parametrize(("number", "code"), SIGNALS)
-def test_a_worker_that_is_told_to_stop(processes, folder, alone, number, code):
-    """Others go on at once, for it says that it leaves."""
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_a_worker_that_is_told_to_stop(processes, folder, alone, number, code, times):
+    """After its step; told twice, at once. Others go on without a wait, for it says that it leaves."""
     gate = Gate(folder, step=3)
     server = processes.enter_context(Server("--steps", str(STEPS), "--rejoin-seconds", "60", workers=2))
     stopped = processes.enter_context(Worker(folder, server.address, **gate.environment))
     left = processes.enter_context(Worker(folder, server.address))
     gate.reached()
-    stopped.send(number)
-    stopped.send(number)  # which does not wait for the step
+    for _ in range(times):
+        stopped.send(number)
     gate.open()
     assert stopped.finish() == code, stopped.stderr.text
     assert stopped.found["status"] == "interrupted"

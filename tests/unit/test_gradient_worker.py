@@ -23,6 +23,7 @@ from runtime.wire import (
     Dtype,
     Kind,
     Leave,
+    Part,
     Reason,
     Refused,
     StateDone,
@@ -510,6 +511,13 @@ async def test_a_worker_that_was_left_behind_takes_a_state_instead_of_its_averag
         assign(link, step=1)
         assert (await client.next_share()).step == 1
         assert keeper.numbers == [8, 9]
+
+
+async def test_a_state_that_there_is_no_room_for(server):
+    async with joined(server, keeper=Kept(1)) as (client, link):
+        link.send(Table(Kind.STATE, 0, 1, (Part(Dtype.FLOAT64, 2**60),)))
+        await server.next_join()
+        assert client.keeper.numbers == [1]
 
 
 async def test_a_state_without_a_place_for_it(server):
