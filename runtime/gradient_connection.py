@@ -78,7 +78,8 @@ class Connection:
         return has_moved
 
     def end(self) -> None:
-        """Say what waits to be said, then hang up."""
+        """Say what waits to be said, then hang up. What it still sends is passed over."""
+        self.link.on_item = _ignore
         if self._sending is None or self._sending.done():
             self.link.close()
         else:
@@ -88,3 +89,7 @@ class Connection:
         """The link is gone."""
         if self._sending is not None:
             self._sending.cancel()
+
+
+def _ignore(_: Item) -> None:
+    pass

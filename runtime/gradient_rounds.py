@@ -158,7 +158,7 @@ class Rounds:
             yield self._fail(PeerLost(error, rank=member.worker, step=self.step))
         else:
             yield from self._gone(member, "it left")
-            if not self.roster.members and self.phase is not Phase.GATHERING:
+            if not self.roster.members and self._attempts:
                 yield self._finish("all workers have left")
 
     def _misbehaved(self, member: Member, error: WireError) -> Iterator[Instruction]:
@@ -212,10 +212,15 @@ class Rounds:
                 self.roster.remove(self.roster.members[worker])
             self._awaited.clear()
             yield from self._reopen(f"{names} did not come back")
-        elif self.phase is Phase.ROUND and self.sum is not None:
-            late = [member for member in self.roster.here if self._is_late(member)]
-            for member in late if self.phase is Phase.ROUND else ():
-                detail = f"no gradient of step {self.step} within {self.settings.step_seconds:g} s."
+        elif self.phase is Phase.SYNCING and self._syncing is not None:
+            yield from self._too_slow([self.roster.members[self._syncing.source]], "state")
+        else:
+            yield from self._too_slow([member for member in self.roster.here if self._is_late(member)], "gradient")
+
+    def _too_slow(self, late: Iterable[Member], what: str) -> Iterator[Instruction]:
+        for member in late:
+            detail = f"no {what} of step {self.step} within {self.settings.step_seconds:g} s."
+            if self.phase is not Phase.DONE:
                 yield from self._misbehaved(member, WireError(Reason.TOO_SLOW, detail))
 
     def _is_late(self, member: Member) -> bool:
@@ -255,7 +260,7 @@ class Rounds:
             return
         behind = [member for member in here if member not in ready]
         if behind:
-            yield self._sync(ready[0], behind)
+            yield from self._sync(ready[0], behind)
         else:
             yield from self._open(self._fresh_shares(ready))
 
@@ -289,12 +294,18 @@ class Rounds:
         self.roster.reserved = frozenset()
         yield self._set_timer(self.settings.join_seconds)
 
-    def _sync(self, source: Member, behind: Iterable[Member]) -> Relay:
+    def _sync(self, source: Member, behind: Iterable[Member]) -> Iterator[Instruction]:
         self.phase = Phase.SYNCING
-        self._timer += 1  # the one before is of no use
         self._request += 1
         self._syncing = Relay(source.worker, tuple(member.worker for member in behind), self.step, self._request)
-        return self._syncing
+        yield self._syncing
+        yield from self._limit_step()
+
+    def _limit_step(self) -> Iterator[Instruction]:
+        """For as long as a worker may take; whatever was waited for before is over."""
+        self._timer += 1
+        if self.settings.step_seconds is not None:
+            yield self._set_timer(self.settings.step_seconds)
 
     def _sync_without(self, worker: int) -> Iterator[Instruction]:
         syncing = self._syncing
@@ -336,10 +347,8 @@ class Rounds:
         self.sum = StepSum(self.step, attempt, shares, self.buffers)
         self._were_lost.clear()
         self.phase = Phase.ROUND
-        self._timer += 1
         yield Open(self.sum, again, why)
-        if self.settings.step_seconds is not None:
-            yield self._set_timer(self.settings.step_seconds)
+        yield from self._limit_step()
 
     def _drop(self) -> None:
         if self.sum is not None:

@@ -87,7 +87,12 @@ class GradientServer:
     ) -> None:
         self.stop("it ends" if error is None else f"it ends with {type(error).__name__}")
         assert self._ending is not None
-        await self._ending
+        try:
+            await asyncio.shield(self._ending)
+        except asyncio.CancelledError:  # no more time for last words
+            for connection in list(self.connections):
+                connection.link.abort()
+            raise
 
     @property
     def address(self) -> str:

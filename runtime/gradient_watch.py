@@ -76,19 +76,23 @@ class Watch:
                 self._beat(connection, now)
 
     def _what_is_wrong(self, connection: Connection, now: float) -> Exception | None:
-        settings = self._settings
+        settings, peer = self._settings, connection.link.peer
         patience = CLOSE_SECONDS if self._watched.is_ending else settings.timeout_seconds
         if connection.worker is None:
-            if now - connection.since > settings.join_seconds:
-                return WireError(Reason.TOO_SLOW, f"no join within {settings.join_seconds:g} s.")
-        elif now - connection.moved > patience:
-            return LinkLost(f"{connection.link.peer}: it took nothing of what was sent for {patience:g} s.")
-        elif connection is self._watched.relay_source and (relay := self._watched.relay) is not None:
-            if not relay.is_held_up and now - relay.last_moved > settings.join_seconds:
-                return LinkLost(f"{connection.link.peer}: no state came within {settings.join_seconds:g} s.")
-        elif now - connection.link.last_heard > settings.timeout_seconds:
-            return LinkLost(f"{connection.link.peer}: it was not heard for {settings.timeout_seconds:g} s.")
+            is_late = now - connection.since > settings.join_seconds
+            return WireError(Reason.TOO_SLOW, f"no join within {settings.join_seconds:g} s.") if is_late else None
+        if now - connection.moved > patience:
+            return LinkLost(f"{peer}: it took nothing of what was sent for {patience:g} s.")
+        if now - self._heard(connection, now) > settings.timeout_seconds:
+            return LinkLost(f"{peer}: it was not heard for {settings.timeout_seconds:g} s.")
         return None
+
+    def _heard(self, connection: Connection, now: float) -> float:
+        """When it was heard last, or could not be: one whose state others are slow to take is not read meanwhile."""
+        relay = self._watched.relay
+        if relay is None or connection is not self._watched.relay_source:
+            return connection.link.last_heard
+        return now if relay.is_held_up else max(connection.link.last_heard, relay.last_moved)
 
     def _beat(self, connection: Connection, now: float) -> None:
         is_idle = connection.outbox.is_empty and not connection.link.bytes_waiting

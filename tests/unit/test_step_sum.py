@@ -213,7 +213,7 @@ def test_one_who_comes_after_somebody_was_left_out():
 def test_nothing_is_left_of_what_only_the_one_left_out_said():
     total = two_workers()
     total.settle(0, Plan("blocks", 7))
-    total.begin(0, WHOLE, 99)
+    total.begin(0, block(3), 99)
     total.leave_out(0)
     total.settle(1, Plan("whole"))
     assert send(total, 1, floats(1, 2))
