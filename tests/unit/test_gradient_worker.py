@@ -256,6 +256,12 @@ async def test_the_server_ends(server):
         assert client.ended_because == "all steps are made"
 
 
+async def test_a_share_and_the_end_at_once(server):
+    async with joined(server) as (client, link):
+        link.send(Assignment(0, 0, 0, 4, TOTAL), Leave("it was told to"))
+        assert await client.next_share() is None
+
+
 async def test_what_the_server_refuses_is_raised_wherever_the_worker_is(server):
     async with joined(server) as (client, link):
         link.send(Refused("not_finite", "worker 1, step 0, part 3"))
@@ -446,6 +452,23 @@ async def test_a_state_is_given_between_two_steps(server):
         assign(link, step=1)
         await client.next_share()
         assert [each.tolist() for each in (await link.state())[1]] == [[3, 4]]
+
+
+async def test_a_state_is_given_while_an_average_is_waited_for(server):
+    """After a restart of the server, one that is behind may need it before anybody goes on."""
+    async with joined(server, keeper=Kept(1, 2)) as (client, link):
+        assign(link)
+        await client.next_share()
+        averaging = asyncio.create_task(client.average([part([1])], [part([0])]))
+        await link.gradient()
+        link.cut()
+        link = await server.next_join()
+        link.send(StateWanted(0, 1))
+        assert [each.tolist() for each in (await link.state())[1]] == [[1, 2]]
+        assign(link, attempt=1)
+        assert await sent(link) == [[1]]
+        average(link, 0, 1, [3])
+        await averaging
 
 
 async def test_a_state_is_taken_before_the_next_share(server):
