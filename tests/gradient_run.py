@@ -88,7 +88,17 @@ class Stepped(NamedTuple):
     loss: float
 
 
-Word = Joined | Taken | Received | Applied | Loaded | Ended | Listening | Stepped
+class Figures(NamedTuple):
+    """What the server counts, when it was asked."""
+
+    rejected: dict[str, int]
+    """By reason."""
+    connections: dict[str, int]
+    workers: int
+    bytes_waiting: int
+
+
+Word = Joined | Taken | Received | Applied | Loaded | Ended | Listening | Stepped | Figures
 
 
 @dataclass(frozen=True)
@@ -119,9 +129,16 @@ async def serve(tell: Tell, settings: GradientServerSettings, point: Point | Non
         injector.tell(Stepped(record.step, record.attempt, shares, record.loss))
         injector.at("step", record.step)
 
+    def on_word() -> None:
+        if ear.recv() == "go on":
+            server.stop("the test has seen enough")
+        else:
+            found = server.figures()
+            tell(Figures(dict(found.totals.rejected), dict(found.connections), found.workers, found.bytes_waiting))
+
     async with GradientServer(settings, on_step=on_step) as server:
         tell(Listening())
-        asyncio.get_running_loop().add_reader(ear.fileno(), lambda: server.stop("the test has seen enough"))
+        asyncio.get_running_loop().add_reader(ear.fileno(), on_word)
         await server.finished()
         asyncio.get_running_loop().remove_reader(ear.fileno())
 
@@ -212,8 +229,20 @@ class Process(Rank):
                 return
 
     def go_on(self) -> None:
-        """Let it go on from where it holds, or will hold; a server stops."""
+        """Let it go on from where it holds, or will hold. A server stops."""
         self._mouth.send("go on")
+
+    def figures(self) -> Figures:
+        """Of a server, now."""
+        with self._news:
+            before = self._num_figures()
+        self._mouth.send("figures")
+        with self._news:
+            assert self._news.wait_for(lambda: self._num_figures() > before, SECONDS)
+            return [word for word in self.words if isinstance(word, Figures)][-1]
+
+    def _num_figures(self) -> int:
+        return sum(isinstance(word, Figures) for word in self.words)
 
     def until(self, wanted: Callable[[Word], bool], seconds: float = SECONDS) -> Word:
         """The first such word, already said or still to come. Raises the error that ended it."""
