@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 from collections.abc import Callable
@@ -38,10 +39,8 @@ class Stranger:
         """A server that has heard enough may have hung up already."""
         said = data if isinstance(data, bytes) else encode(data)
         self.said += said
-        try:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.socket.sendall(said)
-        except (BrokenPipeError, ConnectionResetError):
-            pass
 
     def end(self) -> bytes:
         """Say no more; what the server still says until it hangs up."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 import re
-import socket
 import time
 import zlib
 from collections import Counter
@@ -13,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from urllib.request import ProxyHandler, build_opener
 
 import numpy
 import pytest
@@ -23,14 +21,11 @@ from runtime.chunks import checksum
 from runtime.wire import (
     MAX_CHUNK,
     Assignment,
-    Beat,
     Chunk,
     Codec,
     Dtype,
     GradientDone,
-    GradientPayload,
     Hello,
-    JoinAccepted,
     JoinRequest,
     Kind,
     Message,
@@ -38,7 +33,6 @@ from runtime.wire import (
     Proof,
     Reason,
     Refused,
-    ShardAssignment,
     Shutdown,
     StateDone,
     Table,
@@ -48,7 +42,7 @@ from runtime.wire import (
 from tests.bad_frames import HTTP, client_hello, frames, why_refused
 from tests.gradient_problem import Size
 from tests.gradient_run import PLAIN, TOKEN, Applied, Process, Run, Stepped
-from tests.processes import SECONDS, Started
+from tests.processes import SECONDS
 from tests.strangers import Stranger
 
 pytestmark = pytest.mark.slow
@@ -74,7 +68,6 @@ def run_beside(**settings: object) -> Iterator[Run]:
         server.go_on()
         found = run.finish()
         assert len(found.steps[-1].shares) == 2
-
 
 
 def memory_of(server: Process) -> int:
@@ -251,7 +244,10 @@ AFTER_JOIN: dict[str, tuple[Callable[[Assignment], list[Message]], Reason]] = {
     "too many parts": (lambda share: [table(share, parts=[*PARTS, PARTS[0]])], Reason.WRONG_SIZES),
     "as many parts as there can be": (lambda share: [table(share, parts=[PARTS[0]] * 65_536)], Reason.WRONG_SIZES),
     "no parts": (lambda share: [table(share, parts=[])], Reason.WRONG_SIZES),
-    "an endless part": (lambda share: [table(share, parts=[PARTS[0], Part(Dtype.FLOAT32, 2**63)])], Reason.WRONG_LENGTH),
+    "an endless part": (
+        lambda share: [table(share, parts=[PARTS[0], Part(Dtype.FLOAT32, 2**63)])],
+        Reason.WRONG_LENGTH,
+    ),
     "another precision": (lambda share: [table(share, parts=[PARTS[0], Part(Dtype.FLOAT64, 200)])], Reason.BAD_DTYPE),
     "numbers that are whole": (lambda share: [table(share, parts=[Part(Dtype.INT64, 400)])], Reason.BAD_DTYPE),
     "two tables": (lambda share: [table(share), table(share)], Reason.UNEXPECTED),
@@ -265,7 +261,10 @@ AFTER_JOIN: dict[str, tuple[Callable[[Assignment], list[Message]], Reason]] = {
     "no numbers": (lambda share: [table(share), chunk(share, NOT_NUMBERS, 400)], Reason.NOT_FINITE),
     "a bomb": (lambda share: [table(share), bomb(share, 400)], Reason.UNPACKS_TOO_FAR),
     "a bomb for the largest chunk": (lambda share: [table(share), bomb(share, MAX_CHUNK // 8)], Reason.UNPACKS_TOO_FAR),
-    "a fuse": (lambda share: [table(share), chunk(share, b"", 8, codec=Codec.ZLIB, payload=b"no")], Reason.BAD_CHECKSUM),
+    "a fuse": (
+        lambda share: [table(share), chunk(share, b"", 8, codec=Codec.ZLIB, payload=b"no")],
+        Reason.BAD_CHECKSUM,
+    ),
     "a part that ends early": (
         lambda share: [table(share), chunk(share, bytes(8), 1), whole(share)[-1]],
         Reason.WRONG_LENGTH,
