@@ -14,7 +14,7 @@ from weakref import WeakSet
 T = TypeVar("T")
 
 SETTLE_SECONDS = 1.0
-"""How long a process that ends waits for threads whose calls have ended to let go of what the calls were given."""
+"""How long a process that ends waits for its threads: one that is blocked for good costs so much, once."""
 _all_threads: WeakSet[DaemonThreads] = WeakSet()
 
 
@@ -81,18 +81,19 @@ class DaemonThreads:
             self._queue.put(None)
 
     def settle(self, seconds: float) -> None:
-        """Stop, and wait up to so long for those threads that no call blocks."""
+        """Stop, and wait up to so long for the threads to end."""
         self.stop()
         deadline = time.monotonic() + seconds
         for thread in self._serving:
-            if not self._num_unfinished:
-                thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 @atexit.register
 def _settle_all() -> None:
-    """A destructor of torch's that waits for the GIL aborts the process once Python has begun to end: so threads let
-    go of the last tensors before."""
+    """A thread in torch that waits for the GIL aborts the process once Python has begun to end: so threads end before.
+
+    Also one whose call is under way: it may have told of its end already, and only have its last tensors to let go of.
+    """
     deadline = time.monotonic() + SETTLE_SECONDS
     for threads in list(_all_threads):
         threads.settle(deadline - time.monotonic())

@@ -99,3 +99,21 @@ def test_what_a_call_gave_is_let_go_of_before_the_process_ends():
     """
     done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "let go\nlet go\n", "")
+
+
+def test_a_thread_that_has_told_of_its_end_may_go_on_with_tensors_while_the_process_ends():
+    source = """if True:
+        import threading, time
+        import torch
+        from runtime.threads import DaemonThreads
+        told = threading.Event()
+        def work():
+            told.set()
+            end = time.monotonic() + 0.2
+            while time.monotonic() < end:
+                torch.zeros(1000).add_(1)
+        DaemonThreads("going-on").submit(work)
+        told.wait()
+    """
+    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
