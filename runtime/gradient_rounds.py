@@ -8,6 +8,7 @@ gathering ──all have joined──▶ syncing ──all have the weights─�
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from enum import Enum
 
 from runtime.errors import DeadlineExceeded, Mismatch, NonFiniteGradient, Parallel3DError, PeerLost
@@ -271,7 +272,9 @@ class Rounds:
             return here
         with_state = [member for member in here if member.has_state]
         if not with_state and self.step == 0:
-            return here[:1]  # nobody has learnt anything: the first one's weights are everybody's
+            self.roster.outdate()  # one that comes back may have another one's first weights
+            # Nobody has learnt anything: the first one's weights are everybody's.
+            return [member for member in here if member.step == 0][:1]
         if not self._attempts:
             self.step = max((member.step for member in with_state), default=0)
         elif not any(member.step == self.step for member in with_state):
@@ -290,6 +293,7 @@ class Rounds:
     def _gather(self) -> Iterator[Instruction]:
         if self.phase is Phase.GATHERING:
             return
+        self._drop()
         self.phase, self._needed, self._shares = Phase.GATHERING, self.settings.min_workers, {}
         self.roster.reserved = frozenset()
         yield self._set_timer(self.settings.join_seconds)
@@ -308,10 +312,11 @@ class Rounds:
             yield self._set_timer(self.settings.step_seconds)
 
     def _sync_without(self, worker: int) -> Iterator[Instruction]:
-        syncing = self._syncing
-        assert syncing is not None
-        is_over = not any(self._is_here(sink) for sink in syncing.sinks)
-        if worker == syncing.source or is_over:
+        assert self._syncing is not None
+        # One that comes back has its id again, but nothing of what was sent to its old connection.
+        sinks = tuple(sink for sink in self._syncing.sinks if sink != worker)
+        self._syncing = replace(self._syncing, sinks=sinks)
+        if worker == self._syncing.source or not sinks:
             yield from self._go_on()
 
     def _is_here(self, worker: int) -> bool:
@@ -322,9 +327,8 @@ class Rounds:
         if self.phase is not Phase.SYNCING or syncing is None or request != syncing.request:
             return
         for worker in (syncing.source, *syncing.sinks):
-            if self._is_here(worker):
-                member = self.roster.members[worker]
-                member.step, member.has_state = syncing.step, True
+            member = self.roster.members[worker]
+            member.step, member.has_state = syncing.step, True
         yield from self._open(self._fresh_shares(member for member in self.roster.here if member.is_ready(self.step)))
 
     # Rounds.

@@ -332,6 +332,40 @@ def test_a_state_of_an_older_request_means_nothing():
     assert game.handle(StateSent(1)) == []
 
 
+def test_first_weights_that_were_chosen_anew_are_the_only_ones():
+    game = started()
+    game.handle(Left(1))
+    game.join("fresh")
+    game.join("another")
+    game.handle(Left(0))
+    relay = game.only(Relay)
+    game.join("node-1", step=0, has_state=True)
+    game.handle(StateSent(relay.request))
+    assert game.opened[2].keys() == {relay.source, *relay.sinks}
+
+
+def test_nothing_is_added_to_a_round_that_nobody_is_left_of():
+    game = started(1)
+    for _ in range(MOST_RETURNS):
+        game.handle(Lost(0, "gone"))
+        game.join("node-0", has_state=True)
+    game.handle(Lost(0, "gone"))
+    assert game.rounds.phase is Phase.GATHERING
+    assert game.rounds.sum is None
+
+
+def test_a_sink_that_comes_back_during_the_sync_has_nothing_yet():
+    game = Game(3)
+    for name in "abc":
+        game.join(name)
+    game.handle(Lost(1, "gone"))
+    assert game.join("b") == 1
+    game.handle(StateSent(1))
+    assert game.opened == (0, 0, {0: (0, 4), 2: (4, 8)})
+    game.step()
+    assert game.only(Relay) == Relay(0, (1,), 1, 2)
+
+
 def test_shares_by_speed():
     game = started(shares="by speed", samples=10)
     game.now = 1.0
@@ -353,19 +387,26 @@ class AnyRun(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.game = Game(2, samples=6)
+        self.game = Game(3, samples=6)
         self.is_first_server = True
         self.applied: dict[str, list[tuple[int, int]]] = {}
         """By node: (step, attempt) of all averages that made its weights what they are."""
+        self.began_with: dict[str, str] = {}
+        """By node: whose first weights it has."""
         self.here: dict[str, int] = {}
         self.fresh: set[str] = set()
-        self.sending: set[int] = set()
+        self.receiving: set[str] = set()
+        """Those that are still on the connection which the state is sent to."""
 
     def take(self) -> None:
         for told in self.game.told:
             if isinstance(told, Open):
-                self.sending = set(told.sum.shares)
                 self.check_same_weights(told)
+            elif isinstance(told, Relay):
+                self.send_state(told)
+
+    def send_state(self, relay: Relay) -> None:
+        self.receiving = {name for name, worker in self.here.items() if worker in relay.sinks}
 
     def check_same_weights(self, opened: Open) -> None:
         """All who take part have the same history, which is of exactly the steps before."""
@@ -376,6 +417,7 @@ class AnyRun(RuleBasedStateMachine):
             assert [step for step, _ in history] == list(range(opened.sum.step))
         if self.is_first_server:  # another one cannot know which attempt at a step somebody has applied
             assert all(history == histories[0] for history in histories)
+            assert len({self.began_with[name] for name in names}) == 1
         assert sum(share.length for share in opened.sum.shares.values()) == 6
 
     @property
@@ -389,7 +431,7 @@ class AnyRun(RuleBasedStateMachine):
         if name in self.here:
             return
         if is_new or name not in self.applied:
-            self.applied[name] = []
+            self.applied[name], self.began_with[name] = [], name
             self.fresh.add(name)
         self.here[name] = -1
         rounds, step = self.game.rounds, len(self.applied[name])
@@ -404,6 +446,7 @@ class AnyRun(RuleBasedStateMachine):
     def go(self, data, is_leaving) -> None:
         name = data.draw(st.sampled_from(sorted(self.here)))
         worker = self.here.pop(name)
+        self.receiving.discard(name)
         self.game.handle(Left(worker) if is_leaving else Lost(worker, "gone"))
         self.take()
 
@@ -412,10 +455,10 @@ class AnyRun(RuleBasedStateMachine):
     def sync(self) -> None:
         relay = self.game.rounds._syncing
         names = {worker: name for name, worker in self.here.items()}
-        for sink in relay.sinks:
-            if sink in names:
-                self.applied[names[sink]] = list(self.applied[names[relay.source]])
-                self.fresh.discard(names[sink])
+        source = names[relay.source]
+        for name in self.receiving:
+            self.applied[name], self.began_with[name] = list(self.applied[source]), self.began_with[source]
+            self.fresh.discard(name)
         self.fresh.discard(names[relay.source])
         self.game.handle(StateSent(relay.request))
         self.take()
@@ -438,12 +481,15 @@ class AnyRun(RuleBasedStateMachine):
             self.applied[name].append((total.step, total.attempt))
             self.fresh.discard(name)
         missed = [(name, self.here.pop(name)) for name in names if name not in reached]
-        opened = self.game.handle(Summed())
+        told = self.game.handle(Summed())
+        for relay in told:
+            if isinstance(relay, Relay):
+                self.send_state(relay)
         for _, worker in missed:
             self.game.handle(Lost(worker, "before the average came"))
             self.take()
         if not missed:
-            self.game.told = opened
+            self.game.told = told
             self.take()
 
     @precondition(lambda self: self.game.rounds.phase in (Phase.WAITING, Phase.GATHERING))
@@ -459,7 +505,7 @@ class AnyRun(RuleBasedStateMachine):
 
     def restart(self) -> None:
         """The server; workers keep what they have."""
-        self.game, self.is_first_server, self.here = Game(2, samples=6), False, {}
+        self.game, self.is_first_server, self.here = Game(3, samples=6), False, {}
 
     @invariant()
     def the_phase_fits(self) -> None:
