@@ -22,12 +22,18 @@ class Member:
     """The one that it computes or waits for next."""
     has_state: bool
     """Whether it has weights that the run can go on from; none has before the first step."""
+    is_stale: bool = False
+    """Whether it came back with weights that are not the run's, and has no others yet."""
     is_here: bool = True
     num_losses: int = 0
     """Since the latest step that was completed."""
 
     def __str__(self) -> str:
         return f"worker {self.worker} ({self.node_id})"
+
+    def has_weights_of(self, step: int) -> None:
+        """The run's: it can go on from there."""
+        self.step, self.has_state, self.is_stale = step, True, False
 
     def is_ready(self, step: int) -> bool:
         """Whether it can compute this step now."""
@@ -68,12 +74,12 @@ class Roster:
     def admit(self, node_id: str, version: int, step: int, has_state: bool) -> Member:
         """One who joins, or comes back: with the id it had, where that is still free."""
         former = self._former.pop(node_id, None) if version == 2 else None
-        has_state = has_state and not (former is not None and former.is_stale)
         member = self.find(node_id) if version == 2 else None
         if member is None:
             worker = former.worker if former is not None and self._is_free(former.worker) else self._lowest_free()
             member = self.members[worker] = Member(worker, node_id, version, step, has_state)
-        member.step, member.has_state, member.is_here = step, has_state, True
+            member.is_stale = former is not None and former.is_stale
+        member.step, member.has_state, member.is_here = step, has_state and not member.is_stale, True
         return member
 
     def _is_free(self, worker: int) -> bool:
@@ -85,7 +91,7 @@ class Roster:
     def remove(self, member: Member) -> None:
         """It is waited for no longer."""
         self.members.pop(member.worker, None)
-        _remember(self._former, member.node_id, _Former(member.worker))
+        _remember(self._former, member.node_id, _Former(member.worker, member.is_stale))
 
     def outdate(self) -> None:
         """A step is made anew: who was there and is not now may have applied what nobody else has."""

@@ -327,8 +327,7 @@ class Rounds:
         if self.phase is not Phase.SYNCING or syncing is None or request != syncing.request:
             return
         for worker in (syncing.source, *syncing.sinks):
-            member = self.roster.members[worker]
-            member.step, member.has_state = syncing.step, True
+            self.roster.members[worker].has_weights_of(syncing.step)
         yield from self._open(self._fresh_shares(member for member in self.roster.here if member.is_ready(self.step)))
 
     # Rounds.
@@ -344,8 +343,7 @@ class Rounds:
         self._attempts = {step: each for step, each in self._attempts.items() if step >= self.step - 1}
         self._attempts[self.step] = attempt
         for worker in shares:
-            member = self.roster.members[worker]
-            member.step, member.has_state = self.step, True
+            self.roster.members[worker].has_weights_of(self.step)
         self.buffers.forget_unsettled()
         self._shares, self._opened, self.roster.reserved = shares, self._now, frozenset(shares)
         self.sum = StepSum(self.step, attempt, shares, self.buffers)

@@ -207,6 +207,20 @@ def test_weights_of_a_step_that_was_made_again_without_it_do_not_count():
     assert game.only(Relay) == Relay(1, (0,), 1, 2)
 
 
+def test_nor_when_it_is_lost_again_before_it_has_others():
+    game = started()
+    game.step()
+    game.handle(Lost(0, "it has applied the average"))
+    game.handle(Lost(1, "it has not"))
+    game.join("node-1", step=0, has_state=True)
+    game.fire()
+    game.join("node-0", step=1, has_state=True)
+    game.handle(Lost(0, "gone"))
+    game.join("node-0", step=1, has_state=True)
+    game.step()
+    assert game.only(Relay) == Relay(1, (0,), 1, 2)
+
+
 def test_steps_long_past_are_not_made_again():
     game = started()
     for _ in range(3):
