@@ -22,7 +22,7 @@ class Outbox:
         self._waiting: deque[Iterator[Sequence[Bytes]]] = deque()
         self._wake, self._empty = asyncio.Event(), asyncio.Event()
         self._empty.set()
-        self._is_ending = False
+        self._is_ending = self._is_over = False
 
     @property
     def is_empty(self) -> bool:
@@ -38,7 +38,9 @@ class Outbox:
             self._link.write(*parts)
 
     def put_all(self, frames: Frames) -> None:
-        """Long ones."""
+        """Long ones. Dropped where the link is gone, as nobody would send them."""
+        if self._is_over:
+            return
         self._waiting.append(iter(frames))
         self._empty.clear()
         self._wake.set()
@@ -65,6 +67,7 @@ class Outbox:
         except LinkLost:
             pass  # the link tells the server too
         finally:
+            self._is_over = True
             self._waiting.clear()
             self._empty.set()
 

@@ -72,7 +72,10 @@ class StateRelay:
             outbox.put_all((parts,))
         if self._sinks and self._waiting is None:
             self._source.pause()
-            self._waiting = asyncio.create_task(self._until_there_is_room(), name="state relay")
+            self._wait()
+
+    def _wait(self) -> None:
+        self._waiting = asyncio.create_task(self._until_there_is_room(), name="state relay")
 
     async def _until_there_is_room(self) -> None:
         """The source is read again when no sink has anything left to send on."""
@@ -86,8 +89,10 @@ class StateRelay:
         self._source.resume()
 
     def without(self, worker: int) -> None:
-        """A sink is gone."""
-        self._sinks.pop(worker, None)
+        """A sink is gone, and waited for no longer."""
+        if self._sinks.pop(worker, None) is not None and self._waiting is not None:
+            self._waiting.cancel()
+            self._wait()
 
     @property
     def is_held_up(self) -> bool:
