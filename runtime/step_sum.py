@@ -262,8 +262,9 @@ class StepSum:
             key_sum.positions.pop(worker, None)
             if not key_sum.positions:
                 del self._keys[key]
-            elif self._note_complete(key):
-                self._average(key_sum)
+            else:
+                self._average(key_sum)  # now: later elements would be averaged without those before them
+                self._note_complete(key)
         return sorted(self._complete - before)
 
     # What comes out.

@@ -210,6 +210,19 @@ def test_one_who_comes_after_somebody_was_left_out():
     assert total.average(WHOLE).tolist() == [4]
 
 
+def test_what_had_come_before_somebody_was_left_out_is_averaged_too():
+    total = StepSum(0, 0, shares_of(4, 4, 8))
+    for worker, length in ((0, 3), (1, 2)):
+        total.begin(worker, WHOLE, 4)
+        total.add(worker, WHOLE, 0, floats(*[2 + worker] * length))
+    assert total.leave_out(2) == []
+    for worker, length in ((1, 2), (0, 1)):
+        total.add(worker, WHOLE, 4 - length, floats(*[2 + worker] * length))
+        is_complete = total.end(worker, WHOLE)
+    assert is_complete
+    assert total.average(WHOLE).tolist() == [2.5] * 4
+
+
 def test_nothing_is_left_of_what_only_the_one_left_out_said():
     total = two_workers()
     total.settle(0, Plan("blocks", 7))
