@@ -89,6 +89,8 @@ class Average:
     """These keys are complete, for want of a worker that was left out."""
 
     keys: tuple[Key, ...]
+    has_losses: bool = False
+    """Whether all losses are there now, too."""
 
 
 @dataclass(frozen=True, slots=True)

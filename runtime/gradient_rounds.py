@@ -196,8 +196,9 @@ class Rounds:
     def _round_without(self, member: Member, why: str) -> Iterator[Instruction]:
         if member.version == 1:
             assert self.sum is not None
-            if keys := self.sum.leave_out(member.worker):
-                yield Average(tuple(keys))
+            had_losses = self.sum.has_all_reports
+            keys = self.sum.leave_out(member.worker)
+            yield Average(tuple(keys), has_losses=self.sum.has_all_reports and not had_losses)
             return
         self._drop()
         self._were_lost.add(member.worker)

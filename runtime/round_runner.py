@@ -176,10 +176,12 @@ class RoundRunner:
         match instruction:
             case Open():
                 self._open(instruction)
-            case Average(keys):
+            case Average(keys, has_losses):
+                assert self.rounds.sum is not None
                 for key in keys:
-                    assert self.rounds.sum is not None
                     self.averaged(self.rounds.sum, key)
+                if has_losses:
+                    self.told_loss(self.rounds.sum)
             case Relay():
                 self._start_relay(instruction)
             case Dismiss(worker, reason, detail):

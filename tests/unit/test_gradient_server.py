@@ -283,6 +283,22 @@ async def test_workers_that_send_blocks_may_tell_their_loss():
 
 
 @on_uvloop
+async def test_losses_are_told_when_the_only_one_that_told_none_has_left():
+    async with serving(workers=3, samples=12) as run:
+        clients = await joined_v1(run, 3)
+        for client in clients:
+            await client.read()
+        before = run.server.figures().bytes_in
+        losses = [gradient_v1(0, worker, [], loss=worker, total=4) for worker in range(2)]
+        for client, loss in zip(clients, losses, strict=False):
+            client.send(loss)
+        await until(lambda: run.server.figures().bytes_in == before + len(losses[0]) + len(losses[1]))
+        clients[2].leave()
+        for client in clients[:2]:
+            assert await client.read() == ("average", 0, [], 0.5)
+
+
+@on_uvloop
 async def test_workers_that_are_not_told_their_samples():
     async with serving(assigns_v1=False, steps=1) as run:
         clients = await joined_v1(run)
