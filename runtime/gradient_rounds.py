@@ -329,7 +329,11 @@ class Rounds:
             return
         for worker in (syncing.source, *syncing.sinks):
             self.roster.members[worker].has_weights_of(syncing.step)
-        yield from self._open(self._fresh_shares(member for member in self.roster.here if member.is_ready(self.step)))
+        ready = self._ready_now()
+        if len(ready) < self.settings.min_workers:
+            yield from self._go_on()
+        else:
+            yield from self._open(self._fresh_shares(ready))
 
     # Rounds.
 
@@ -366,11 +370,14 @@ class Rounds:
             again = frozenset(self._shares.keys() - self._were_lost)
             yield from self._open(self._shares, again, why)
             return
-        ready = [member for member in self.roster.here if member.is_ready(self.step)]
-        if ready and len(self.roster.here) >= self.settings.min_workers:
-            yield from self._open(self._fresh_shares(ready), why=why)
-        else:
+        ready = self._ready_now()
+        if len(ready) < self.settings.min_workers:
             yield from self._go_on()
+        else:
+            yield from self._open(self._fresh_shares(ready), why=why)
+
+    def _ready_now(self) -> list[Member]:
+        return [member for member in self.roster.here if member.is_ready(self.step)]
 
     def _is_ready(self, worker: int) -> bool:
         return worker in self.roster.members and self.roster.members[worker].is_ready(self.step)

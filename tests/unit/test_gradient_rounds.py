@@ -380,6 +380,29 @@ def test_a_sink_that_comes_back_during_the_sync_has_nothing_yet():
     assert game.only(Relay) == Relay(0, (1,), 1, 2)
 
 
+def test_too_few_after_a_sync_wait_for_more():
+    game = Game(3, min_workers=3)
+    for name in "abc":
+        game.join(name)
+    game.handle(Lost(1, "gone"))
+    game.handle(StateSent(1))
+    assert game.rounds.phase is Phase.GATHERING
+    game.join("b")
+    assert game.only(Relay) == Relay(0, (1,), 0, 2)
+    game.handle(StateSent(2))
+    assert game.opened[2].keys() == {0, 1, 2}
+
+
+def test_too_few_have_the_weights_when_one_comes_back_without():
+    game = started(min_workers=2)
+    game.step()
+    game.handle(Lost(1, "gone"))
+    game.join("node-1")
+    assert game.only(Relay) == Relay(0, (1,), 1, 2)
+    game.handle(StateSent(2))
+    assert game.opened == (1, 1, {0: (0, 4), 1: (4, 8)})
+
+
 def test_shares_by_speed():
     game = started(shares="by speed", samples=10)
     game.now = 1.0
