@@ -65,6 +65,8 @@ class StateSent:
 @dataclass(frozen=True, slots=True)
 class TimerFired:
     timer: int
+    held_up_by: tuple[int, ...] = ()
+    """Workers that have not taken what there is of the state that is handed on."""
 
 
 @dataclass(frozen=True, slots=True)

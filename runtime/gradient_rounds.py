@@ -117,8 +117,8 @@ class Rounds:
                 yield from self._summed()
             case StateSent(request):
                 yield from self._synced(request)
-            case TimerFired(timer) if timer == self._timer:
-                yield from self._time_is_up()
+            case TimerFired(timer, held_up_by) if timer == self._timer:
+                yield from self._time_is_up(held_up_by)
             case StopAsked(reason):
                 yield self._finish(reason)
 
@@ -164,15 +164,14 @@ class Rounds:
 
     def _misbehaved(self, member: Member, error: WireError) -> Iterator[Instruction]:
         told = f"{member} at step {self.step}: {error}"
+        yield Dismiss(member.worker, error.reason, error.detail)
         if self.phase is Phase.GATHERING or member.worker not in self._shares:
-            yield Dismiss(member.worker, error.reason, error.detail)
             yield from self._gone(member, "it was dropped")
             return
         if self.settings.policy == "halt" or (member.version == 1 and self._is_in_sum(member)):
             yield self._fail(_as_error(member.worker, self.step, error, told), error.reason)
             return
         self.roster.bar(member, str(error))
-        yield Dismiss(member.worker, error.reason, error.detail)
         if len(self.roster.members) == 1:
             yield self._fail(_as_error(member.worker, self.step, error, told), error.reason)
         else:
@@ -205,7 +204,7 @@ class Rounds:
         self.phase = Phase.WAITING
         yield from self._reopen(f"{member}: {why}")
 
-    def _time_is_up(self) -> Iterator[Instruction]:
+    def _time_is_up(self, held_up_by: Iterable[int]) -> Iterator[Instruction]:
         if self.phase is Phase.GATHERING:
             yield self._fail(self._nobody_came(), Reason.TOO_SLOW)
         elif self.phase is Phase.WAITING:
@@ -215,13 +214,23 @@ class Rounds:
             self._awaited.clear()
             yield from self._reopen(f"{names} did not come back")
         elif self.phase is Phase.SYNCING and self._syncing is not None:
-            yield from self._too_slow([self.roster.members[self._syncing.source]], "state")
+            yield from self._sync_is_late([self.roster.members[worker] for worker in held_up_by])
         else:
-            yield from self._too_slow([member for member in self.roster.here if self._is_late(member)], "gradient")
+            yield from self._too_slow([member for member in self.roster.here if self._is_late(member)], "no gradient")
+
+    def _sync_is_late(self, slow_sinks: list[Member]) -> Iterator[Instruction]:
+        """The source is to blame, unless it waits for others."""
+        assert self._syncing is not None
+        if not slow_sinks:
+            yield from self._too_slow([self.roster.members[self._syncing.source]], "no state")
+            return
+        yield from self._too_slow(slow_sinks, "it did not take the state")
+        if self.phase is Phase.SYNCING:
+            yield from self._limit_step()  # for the sinks that are left
 
     def _too_slow(self, late: Iterable[Member], what: str) -> Iterator[Instruction]:
         for member in late:
-            detail = f"no {what} of step {self.step} within {self.settings.step_seconds:g} s."
+            detail = f"{what} of step {self.step} within {self.settings.step_seconds:g} s."
             if self.phase is not Phase.DONE:
                 yield from self._misbehaved(member, WireError(Reason.TOO_SLOW, detail))
 

@@ -42,8 +42,9 @@ class GradientServerSettings:
     """A worker that is not heard for so long is lost."""
     rejoin_seconds: float = 10.0
     """How long a lost worker of version 2 is waited for before others get its samples."""
-    step_seconds: float | None = None
-    """For a worker's gradient to come after the assignment; else it is refused. None: a step takes what it takes."""
+    step_seconds: float | None = 1800.0
+    """For a worker's gradient to come after the assignment, or for a state to be handed on; else whoever is late is
+    refused: a worker may beat and compute nothing. As long as torch's own collectives wait. None: as long as it takes."""
     policy: Policy = "halt"
     """For gradients that are refused: the run ends, or goes on without that worker."""
     shares: SharesBy = "even"

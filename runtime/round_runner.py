@@ -243,14 +243,19 @@ class RoundRunner:
     def _dismiss(self, worker: int, reason: Reason, detail: str) -> None:
         connection = self.workers.pop(worker, None)
         self._forget_sink(worker)
-        if connection is not None and connection.voice is not None:
+        if connection is not None and connection.voice is not None:  # else it was refused and counted already
+            self._totals.rejected[str(reason)] += 1
+            self._log.warning("refused", peer=connection.link.peer, worker=worker, why=detail)
             connection.voice.refuse(reason, detail)
             connection.end()
 
     def _set_timer(self, timer: int, seconds: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(seconds, self.handle, TimerFired(timer))
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._ring, timer)
+
+    def _ring(self, timer: int) -> None:
+        self.handle(TimerFired(timer, self.relay.held_up_by if self.relay is not None else ()))
 
     def close(self) -> None:
         """No timer shall keep it alive."""

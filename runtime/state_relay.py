@@ -95,6 +95,11 @@ class StateRelay:
             self._wait()
 
     @property
+    def held_up_by(self) -> tuple[int, ...]:
+        """Sinks that have not taken what there is."""
+        return tuple(worker for worker, outbox in self._sinks.items() if not outbox.is_empty)
+
+    @property
     def is_held_up(self) -> bool:
         """Whether the source waits for a sink, and not the other way round."""
         return self._waiting is not None

@@ -70,6 +70,9 @@ def serve_gradients(
     join_seconds: Annotated[float, typer.Option(help="For the workers to join.")] = 60.0,
     rejoin_seconds: Annotated[float, typer.Option(help="For a lost worker to come back.")] = 10.0,
     timeout_seconds: Annotated[float, typer.Option(help="A worker that is silent for so long is lost.")] = 30.0,
+    step_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="A worker whose gradient takes longer is refused.")
+    ] = 1800.0,
     compression: Annotated[bool, typer.Option("--compression", help="Pack gradients, for slow networks.")] = False,
     metrics_port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Serve /metrics on this loopback port; 0: a free one.")
@@ -101,6 +104,7 @@ def serve_gradients(
         join_seconds=join_seconds,
         rejoin_seconds=rejoin_seconds,
         timeout_seconds=timeout_seconds,
+        step_seconds=step_timeout,
         heartbeat_seconds=min(5.0, timeout_seconds / 3),
         compression=compression,
     )

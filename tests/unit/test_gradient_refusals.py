@@ -264,3 +264,16 @@ async def test_a_gradient_that_takes_too_long():
         clients[0].send_gradient(given[0], [floats(1)])
         assert (await clients[1].expect(Refused)).reason == "too_slow"
         assert await clients[0].expect(Assignment) == Assignment(0, 1, 0, 8, 8)
+        assert run.refused() == {"too_slow": 1}
+
+
+@on_uvloop
+async def test_a_gradient_that_takes_too_long_halts_the_run():
+    async with serving(step_seconds=0.3) as run:
+        clients = await joined_v2(run)
+        given = await assignments(clients)
+        clients[0].send_gradient(given[0], [floats(1)])
+        for client in clients:
+            assert (await client.skip_to(Refused)).reason == "too_slow"
+        assert (await run.failure(Mismatch)).endswith("no gradient of step 0 within 0.3 s.")
+        assert run.refused() == {"too_slow": 1}

@@ -38,7 +38,8 @@ class Game:
     """A run, and the instructions of the latest event."""
 
     def __init__(self, workers=2, samples=8, **options) -> None:
-        self.rounds = Rounds(GradientServerSettings(workers=workers, samples=samples, **options))
+        settings = {"workers": workers, "samples": samples, "step_seconds": None, **options}
+        self.rounds = Rounds(GradientServerSettings(**settings))
         self.now = 0.0
         self.told: list = []
         self.handle(Started())
@@ -53,9 +54,9 @@ class Game:
         self.handle(Joined(member.worker))
         return member.worker
 
-    def fire(self):
+    def fire(self, *held_up_by):
         """The latest timer."""
-        return self.handle(TimerFired(self.rounds._timer))
+        return self.handle(TimerFired(self.rounds._timer, held_up_by))
 
     def send(self, worker, value=1.0):
         """A worker's gradient, in the way of its version."""
@@ -335,6 +336,17 @@ def test_a_state_that_does_not_come():
     game.fire()
     assert game.told[0] == Dismiss(0, Reason.TOO_SLOW, "no state of step 0 within 5 s.")
     assert game.only(Relay) == Relay(1, (2,), 0, 2)
+
+
+def test_a_state_that_one_does_not_take():
+    game = Game(3, step_seconds=5.0)
+    for name in "abc":
+        game.join(name)
+    game.fire(1)
+    assert game.told[0] == Dismiss(1, Reason.TOO_SLOW, "it did not take the state of step 0 within 5 s.")
+    assert isinstance(game.only(SetTimer), SetTimer)
+    game.handle(StateSent(1))
+    assert game.opened == (0, 0, {0: (0, 4), 2: (4, 8)})
 
 
 def test_a_state_of_an_older_request_means_nothing():

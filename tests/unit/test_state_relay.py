@@ -99,6 +99,8 @@ async def test_a_sink_that_is_dismissed_is_not_waited_for():
     async with relaying() as run:
         run.links[1].has_room.set()
         run.send_chunk()
+        await run.outboxes[1].emptied()
+        assert run.relay.held_up_by == (0,)
         run.relay.without(0)
         await run.source.is_read.wait()
 
