@@ -13,14 +13,14 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Protocol, Self
 
-from runtime.backoff import Backoff
+from runtime.backoff import MOST_SECONDS, Backoff
 from runtime.errors import InvalidCall, Mismatch, PeerLost
 from runtime.frame_reader import Item
 from runtime.link import LinkLost, connect, split_address
 from runtime.logs import logger
 from runtime.membership import Application
 from runtime.raw_parts import RawPart
-from runtime.wire import Reason, WireError
+from runtime.wire import AverageDone, Reason, StateDone, WireError
 from runtime.worker_session import Outgoing, Session
 from runtime.worker_turn import Average, ServerRefused, Share, ShareChanged, WorkerTurn
 
@@ -74,11 +74,15 @@ class GradientClient:
         self._sending: asyncio.Task[None] | None = None
         self._sent_as: tuple[Session, int] | None = None
         """The connection and the attempt that the gradient is being sent for."""
+        self._backoff, self._failing_since = Backoff(), 0.0
+        """Over all connections since one that was of use."""
         self._failure: Exception | None = None
         self._log = logger(worker=self.node_id, server=address)
         self._changed = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
         self._has_share = self._is_closed = False
+        self._was_of_use = False
+        """Whether this connection has brought an average or a state."""
 
     @property
     def step(self) -> int:
@@ -231,10 +235,12 @@ class GradientClient:
     # Connections.
 
     async def _run(self) -> None:
+        self._failing_since = time.monotonic()
         try:
             while self._turn.left is None:
                 self._session = session = await self._connect()
                 self.num_joins += 1
+                self._was_of_use, joined = False, time.monotonic()
                 self._send_as_told()  # what came together with the welcome
                 self._changed.set()
                 why = await session.lasts()
@@ -245,12 +251,12 @@ class GradientClient:
                     return
                 if self._turn.left is None:
                     self._log.warning("the gradient server was lost", error=str(why))
+                    await self._pause(why, was_of_use=self._was_of_use or time.monotonic() - joined > MOST_SECONDS)
         except Exception as error:
             self._fail(error)
 
     async def _connect(self) -> Session:
         """Tries until there is one."""
-        backoff, deadline = Backoff(), time.monotonic() + self._give_up_seconds
         while True:
             try:
                 async with asyncio.timeout(_TRY_SECONDS):
@@ -263,11 +269,19 @@ class GradientClient:
                 if is_hopeless(error):
                     raise PeerLost(f"the gradient server at {self.address} is not the right one: {error}") from error
                 why = error
-            if time.monotonic() > deadline:
-                raise PeerLost(
-                    f"the gradient server at {self.address} was not there for {self._give_up_seconds:g} s: {why}"
-                ) from None
-            await asyncio.sleep(backoff.next())
+            await self._pause(why)
+
+    async def _pause(self, why: Exception | None, *, was_of_use: bool = False) -> None:
+        """Before the next try. A connection that is lost as soon as it was made is one more that failed."""
+        if was_of_use:
+            self._backoff.reset()
+            self._failing_since = time.monotonic()
+            return
+        if time.monotonic() > self._failing_since + self._give_up_seconds:
+            raise PeerLost(
+                f"the gradient server at {self.address} was not there for {self._give_up_seconds:g} s: {why}"
+            ) from None
+        await asyncio.sleep(self._backoff.next())
 
     async def _join(self) -> Session:
         link = await connect(self.address, timeout=_TRY_SECONDS, tls=self._tls)
@@ -286,6 +300,8 @@ class GradientClient:
             self._turn.hear(item)
         except (ServerRefused, Mismatch) as error:
             self._fail(error)
+        if isinstance(item, AverageDone | StateDone):
+            self._was_of_use = True
         self._send_as_told()
         self._changed.set()
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy
+
 from runtime.frame_reader import VectorBegins, VectorPiece
 from runtime.wire import MAX_CHUNK, Chunk, Dtype, Part, Reason, Table, WireError
 
@@ -50,9 +52,13 @@ def slices(part: RawPart, chunk_bytes: int) -> Iterator[Slice]:
 def room_for(table: Table) -> list[RawPart]:
     """New memory for what a table announces, which the system gives only as it is written to. Raises WireError."""
     try:
-        return [RawPart(part.dtype, memoryview(bytearray(part.count * part.dtype.num_bytes))) for part in table.parts]
-    except (MemoryError, OverflowError):
+        return [RawPart(part.dtype, _room(part.count * part.dtype.num_bytes)) for part in table.parts]
+    except (MemoryError, ValueError):
         raise WireError(Reason.OVER_BUDGET, f"no room for {_described(table.parts)}.") from None
+
+
+def _room(num_bytes: int) -> memoryview:
+    return memoryview(numpy.empty(num_bytes, numpy.uint8))  # bytearray would fill it with zeros
 
 
 class Incoming:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -13,7 +14,7 @@ import pytest
 
 from runtime.errors import InvalidCall, Mismatch, PeerLost
 from runtime.gradient_worker import GradientClient
-from runtime.raw_parts import RawPart
+from runtime.raw_parts import RawPart, room_for
 from runtime.wire import (
     Again,
     Assignment,
@@ -421,6 +422,39 @@ async def test_a_server_that_never_comes_back(server):
             await client.next_share()
 
 
+async def test_a_server_that_is_lost_right_after_each_join(server):
+    async def cut_all() -> None:
+        while True:
+            (await server.next_join()).cut()
+
+    async with joined(server, give_up_seconds=0.5) as (client, link):
+        link.cut()
+        cutting = asyncio.create_task(cut_all())
+        with pytest.raises(PeerLost, match=r"was not there for 0\.5 s"):
+            async with asyncio.timeout(10):
+                await client.next_share()
+        cutting.cancel()
+        assert len(server.joined) < 10
+
+
+async def test_after_an_average_nobody_waits(server, monkeypatch):
+    waits = []
+    monkeypatch.setattr("runtime.backoff.random.uniform", lambda least, most: waits.append(most) or 0.0)
+    async with joined(server) as (client, link):
+        assign(link)
+        await client.next_share()
+        averaging = asyncio.create_task(client.average([part([1])], [part([0])]))
+        await link.gradient()
+        average(link, 0, 0, [3])
+        await averaging
+        link.cut()
+        link = await server.next_join()
+        assert waits == []
+        link.cut()
+        await server.next_join()
+        assert len(waits) == 1
+
+
 # States.
 
 
@@ -513,9 +547,22 @@ async def test_a_worker_that_was_left_behind_takes_a_state_instead_of_its_averag
         assert keeper.numbers == [8, 9]
 
 
-async def test_a_state_that_there_is_no_room_for(server):
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_room_for_a_state_takes_no_memory_before_it_comes():
+    before = resident_bytes()
+    rooms = room_for(Table(Kind.STATE, 0, 1, (Part(Dtype.FLOAT64, 2**25), Part(Dtype.FLOAT32, 0))))
+    assert [room.data.nbytes for room in rooms] == [2**28, 0]
+    assert resident_bytes() - before < 2**26
+
+
+@pytest.mark.parametrize("count", [2**60, 2**64 - 1])
+async def test_a_state_that_there_is_no_room_for(server, count):
     async with joined(server, keeper=Kept(1)) as (client, link):
-        link.send(Table(Kind.STATE, 0, 1, (Part(Dtype.FLOAT64, 2**60),)))
+        link.send(Table(Kind.STATE, 0, 1, (Part(Dtype.FLOAT64, count),)))
         await server.next_join()
         assert client.keeper.numbers == [1]
 
