@@ -85,7 +85,8 @@ class Link(asyncio.BufferedProtocol):
     @property
     def bytes_waiting(self) -> int:
         """Written, not yet sent; 0 once the connection is gone."""
-        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+        transport = self._transport  # once: metrics ask from another thread
+        return 0 if transport is None else transport.get_write_buffer_size()
 
     @property
     def bytes_out(self) -> int:
