@@ -15,7 +15,6 @@ import os
 import secrets
 import stat
 
-from monitoring.addresses import is_loopback
 from runtime.errors import ConfigError
 from runtime.wire import VERSION, Challenge, Hello, Proof, Reason, Welcome, WireError, encode
 
@@ -40,15 +39,6 @@ def read_token(path: str) -> bytes:
         size = f"{LEAST_TOKEN_BYTES} to {_MOST_TOKEN_BYTES} bytes"
         raise ConfigError(f"{path}: a token has {size}, and this one has {len(token)}. {_REMEDY}")
     return token
-
-
-def token_for(host: str, token: bytes | None) -> bytes:
-    """The token; an empty one where none is given and only this host is reached. ConfigError elsewhere."""
-    if token:
-        return token
-    if not is_loopback(host):
-        raise ConfigError(f"{host}: others than this host can reach it, so it takes a token. Give --token-file.")
-    return b""
 
 
 def worker_proof(token: bytes, server_nonce: bytes, hello: Hello) -> bytes:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import ConfigError
-from runtime.membership import Admission, Application, JoinsSeen, read_token, server_proof, token_for, worker_proof
+from runtime.membership import Admission, Application, JoinsSeen, read_token, server_proof, worker_proof
 from runtime.wire import Challenge, Codec, Hello, Proof, Reason, Welcome, WireError, decode, encode
 
 TOKEN = b"a-token-of-16-or-more"
@@ -206,11 +206,3 @@ class TestTokenFiles:
             read_token(str(tmp_path / "none"))
         with pytest.raises(ConfigError, match="the token can't be read: Is a directory"):
             read_token(str(tmp_path))
-
-
-def test_without_a_token_only_this_host_may_join() -> None:
-    assert token_for("0.0.0.0", TOKEN) == token_for("127.0.0.1", TOKEN) == TOKEN
-    assert token_for("127.0.0.1", None) == token_for("localhost", None) == token_for("::1", b"") == b""
-    for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"):
-        with pytest.raises(ConfigError, match=f"^{host}: others than this host can reach it"):
-            token_for(host, None)
