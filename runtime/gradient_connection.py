@@ -13,7 +13,7 @@ from runtime.gradient_voice import Voice, VoiceV1, VoiceV2
 from runtime.intake_v1 import IntakeV1
 from runtime.intake_v2 import IntakeV2
 from runtime.link import Link
-from runtime.membership import Admission
+from runtime.membership import Admission, check_node_id
 from runtime.outbox import Outbox
 from runtime.wire import Hello, JoinRequest, Proof, Reason, WireError
 
@@ -56,6 +56,7 @@ class Connection:
                 self._on_join(self, *self._admission.check(item))
             case JoinRequest():
                 self.version = 1
+                check_node_id(item.node_id)
                 self._on_join(self, item, b"")
             case _:
                 raise WireError(Reason.NOT_JOINED, f"{type(item).__name__}.")

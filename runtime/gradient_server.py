@@ -24,7 +24,6 @@ from runtime.logs import logger
 from runtime.membership import Admission, JoinsSeen
 from runtime.round_runner import OnStep, RoundRunner, StepRecord
 from runtime.state_relay import StateRelay
-from runtime.step_sum import GradientRefused
 from runtime.wire import Hello, JoinAccepted, JoinRequest, Reason, Refused, Shutdown, Welcome, WireError, encode_parts
 
 __all__ = ["GradientServer", "GradientServerSettings", "ServerSummary", "StepRecord"]
@@ -91,8 +90,7 @@ class GradientServer:
         try:
             await asyncio.shield(self._ending)
         except asyncio.CancelledError:  # no more time for last words
-            for connection in list(self.connections):
-                connection.link.abort()
+            self.hang_up()
             raise
 
     @property
@@ -109,6 +107,11 @@ class GradientServer:
     def stop(self, reason: str = "it was stopped") -> None:
         """End in order: what was averaged is still sent, then workers are told."""
         self._runner.handle(StopAsked(reason))
+
+    def hang_up(self) -> None:
+        """On everybody at once: what waits to be sent is dropped."""
+        for connection in list(self.connections):
+            connection.link.abort()
 
     def figures(self) -> GradientServerFigures:
         """For `GradientServerMetrics`; from any thread."""
@@ -150,8 +153,9 @@ class GradientServer:
         runner.handle(Joined(worker))
 
     def _check_join(self, connection: Connection, node_id: str, version: int) -> None:
-        if version == 1 and self.settings.protocol != "v1" and not connection.is_local:
-            raise WireError(Reason.VERSION_REFUSED, "version 1 is taken from this host only. --protocol v1 allows it.")
+        if version == 1 and self.settings.protocol != "v1" and not (connection.is_local and not self.settings.token):
+            detail = "version 1 knows no token and is taken from this host only. --protocol v1 allows it."
+            raise WireError(Reason.VERSION_REFUSED, detail)
         if version == 2 and not self.settings.token and not connection.is_local:
             raise WireError(Reason.BAD_TOKEN, "this server has no token, so it takes version 1 only.")
         if (refusal := self._runner.rounds.refusal(node_id, version)) is not None:
@@ -195,7 +199,7 @@ class GradientServer:
             return
         if not self.is_ending:
             self._log.warning("lost", worker=worker, why=str(error))
-        if isinstance(error, GradientRefused):
+        if isinstance(error, WireError) and error.reason not in _QUIET:
             self._runner.handle(Misbehaved(worker, error))
         else:
             self._runner.handle(Lost(worker, str(error) or repr(error)))

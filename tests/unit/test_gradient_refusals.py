@@ -7,7 +7,7 @@ import math
 import numpy
 import pytest
 
-from runtime.errors import Mismatch, NonFiniteGradient, PeerLost
+from runtime.errors import Mismatch, NonFiniteGradient
 from runtime.wire import (
     Assignment,
     Dtype,
@@ -82,8 +82,7 @@ async def test_what_halts_a_run_of_version_1(good, bad, reason, detail):
         for client in clients:
             assert await client.read() == ("shutdown",)
             assert await client.is_over()
-        kind = NonFiniteGradient if reason == "not_finite" else PeerLost if reason == "wrong_component" else Mismatch
-        message = await run.failure(kind)
+        message = await run.failure(NonFiniteGradient if reason == "not_finite" else Mismatch)
         assert "worker 1 (old-1)" in message
         assert "step 0" in message
         assert f"{reason}: " in message
@@ -144,6 +143,10 @@ async def misbehave(client, given, how):
             client.send_table(step, attempt, [floats(1), floats(2)])
         case "bad_dtype":
             client.send_table(step, attempt, [floats(1, 2)], dtype=Dtype.FLOAT16)
+        case "integers":
+            client.send_table(step, attempt, [floats(1, 2)], dtype=Dtype.INT64)
+        case "no such message":
+            client.link.write(bytes.fromhex("00000001 99"))
         case "wrong_length":
             client.send_table(step, attempt, [floats(1, 2, 3)])
         case "not_finite":
@@ -178,6 +181,8 @@ BAD = [
     ("wrong_attempt", "wrong_attempt"),
     ("wrong_sizes", "wrong_sizes"),
     ("bad_dtype", "bad_dtype"),
+    ("integers", "bad_dtype"),
+    ("no such message", "unknown_tag"),
     ("wrong_length", "wrong_length"),
     ("not_finite", "not_finite"),
     ("wrong_total", "wrong_total"),
@@ -211,7 +216,7 @@ async def test_what_halts_a_run_of_version_2(how, reason):
         assert run.refused() == {reason: 1}
 
 
-@pytest.mark.parametrize("how", ["not_finite", "wrong_total", "wrong_length"])
+@pytest.mark.parametrize("how", ["not_finite", "wrong_total", "wrong_length", "integers"])
 @on_uvloop
 async def test_a_worker_of_version_2_is_dropped_and_the_others_go_on(how):
     async with serving(workers=3, samples=12, policy="go on") as run:
@@ -223,7 +228,8 @@ async def test_a_worker_of_version_2_is_dropped_and_the_others_go_on(how):
         given = await assignments(clients)
         clients[0].send_gradient(given[0], [floats(1, 2)])
         await misbehave(clients[1], given[1], how)
-        assert (await clients[1].skip_to(Refused)).reason == how
+        reason = dict(BAD)[how]
+        assert (await clients[1].skip_to(Refused)).reason == reason
         others = [clients[0], clients[2]]
         given = await assignments(others)
         assert given == [Assignment(1, 1, 0, 6, 12), Assignment(1, 1, 6, 12, 12)]
@@ -232,7 +238,7 @@ async def test_a_worker_of_version_2_is_dropped_and_the_others_go_on(how):
         for client in others:
             assert (await client.tensors()).arrays[0].tolist() == [3, 4]
         again = await ClientV2.join(run.address, "node-1", step=2, has_state=True)
-        assert (await again.expect(Refused)).detail.startswith(f"node-1 was dropped: {how}: ")
+        assert (await again.expect(Refused)).detail.startswith(f"node-1 was dropped: {reason}: ")
 
 
 @on_uvloop

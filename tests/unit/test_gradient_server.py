@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from monitoring.gradient_server_metrics import GradientServerMetrics
 from runtime.errors import ConfigError, DeadlineExceeded, LaunchError, Parallel3DError, PeerLost
 from runtime.gradient_server import GradientServer, GradientServerSettings
+from runtime.link import CLOSE_SECONDS
 from runtime.wire import (
     Assignment,
     Beat,
@@ -146,6 +147,27 @@ async def test_version_1_is_taken_from_this_host_only(monkeypatch):
         assert (await ClientV1.join(run.address)).worker == 0
         newer = await ClientV2.join(run.address)
         assert (await newer.expect(Refused)).reason == "bad_token"
+
+
+@on_uvloop
+async def test_version_1_is_no_way_round_the_token():
+    async with serving(token=TOKEN) as run:
+        client = await ClientV1.connect(run.address)
+        client.send(frame(1, text("old"), struct.pack("<I", 1), text("cpu")))
+        assert await client.read() == ("shutdown",)
+        assert run.refused() == {"version_refused": 1}
+    async with serving(token=TOKEN, protocol="v1") as run:
+        assert (await ClientV1.join(run.address)).worker == 0
+
+
+@pytest.mark.parametrize("name", ["", "two\nlines", "x" * 256])
+@on_uvloop
+async def test_names_of_version_1_are_checked_too(name):
+    async with serving() as run:
+        client = await ClientV1.connect(run.address)
+        client.send(frame(1, text(name), struct.pack("<I", 1), text("cpu")))
+        assert await client.read() == ("shutdown",)
+        assert run.refused() == {"bad_text": 1}
 
 
 @on_uvloop
@@ -467,6 +489,17 @@ async def test_a_server_that_is_stopped_tells_everybody():
         assert (summary.reason, summary.steps) == ("enough", 0)
     with pytest.raises(ConnectionRefusedError):
         await ClientV1.connect(run.address)
+
+
+@on_uvloop
+async def test_a_server_that_hangs_up_waits_for_nobody():
+    async with serving() as run:
+        (client,) = await joined_v1(run, 1)  # which does not hang up itself
+        run.server.stop("enough")
+        run.server.hang_up()
+        async with asyncio.timeout(CLOSE_SECONDS / 2):
+            assert (await run.server.finished()).reason == "enough"
+        client.abort()
 
 
 @on_uvloop
