@@ -29,6 +29,8 @@ class IntakeV1:
         self._desk, self._worker = desk, worker
         self._sum: StepSum | None = None
         self._key: Key | None = None
+        self._sent_blocks_of: StepSum | None = None
+        """The latest step that it sent as blocks."""
 
     def take(self, item: Item) -> None:
         match item:
@@ -51,6 +53,11 @@ class IntakeV1:
         raise GradientRefused(reason, detail, self._worker)
 
     def _begin(self, head: Any, count: int) -> None:
+        before = self._sent_blocks_of
+        if isinstance(head, GradientPayload) and count == 0 and before is not None and head.step == before.step:
+            self._check_worker(head.worker_id)
+            self._sum, self._key = before, None
+            return  # it tells its loss after its blocks, with which the step may have ended
         total = self._current(head.step, head.worker_id)
         self._sum, self._key = total, None
         self._desk.begun()
@@ -76,18 +83,21 @@ class IntakeV1:
 
     def _current(self, step: int, worker: int) -> StepSum:
         total, now = self._desk.sum, self._desk.step
-        if worker != self._worker:
-            self._refuse(Reason.WRONG_WORKER, f"{worker}, from worker {self._worker}.")
+        self._check_worker(worker)
         if step < now:
             self._refuse(Reason.OLD_STEP, f"{step}, in step {now}.")
         if step > now or total is None:
             self._refuse(Reason.FUTURE_STEP, f"{step}, in step {now}.")
         return total
 
+    def _check_worker(self, worker: int) -> None:
+        if worker != self._worker:
+            self._refuse(Reason.WRONG_WORKER, f"{worker}, from worker {self._worker}.")
+
     def _end(self, message: Any) -> None:
         total, key = self._sum, self._key
         self._sum = self._key = None
-        if total is None or total is not self._desk.sum:
+        if total is None or total not in (self._desk.sum, self._sent_blocks_of):
             return
         if isinstance(message, GradientPayload):
             total.report(self._worker, message.loss, message.correct, message.total)
@@ -95,5 +105,7 @@ class IntakeV1:
             self._desk.told_loss(total)
         elif total.end(self._worker, key):
             self._desk.averaged(total, key)
-        if total.has_all_of(self._worker):
+        if key is not None and key != WHOLE:
+            self._sent_blocks_of = total
+        if total is self._desk.sum and total.has_all_of(self._worker):
             self._desk.reported(self._worker)

@@ -305,6 +305,22 @@ async def test_workers_that_send_blocks_may_tell_their_loss():
 
 
 @on_uvloop
+async def test_workers_that_send_blocks_may_tell_their_loss_after_them():
+    async with serving(samples=8) as run:
+        clients = await joined_v1(run)
+        for client in clients:
+            await client.read()
+            client.send(block_v1(0, client.worker, 0, 1, [1.0]))
+            for number in range(3):
+                client.send(component_v1(0, client.worker, number, []))
+        for client in clients:
+            assert [(await client.read())[0] for _ in range(5)] == ["block", *["component"] * 3, "assignment"]
+            client.send(gradient_v1(0, client.worker, [], loss=client.worker, total=4))
+        for client in clients:
+            assert await client.read() == ("average", 0, [], 0.5)
+
+
+@on_uvloop
 async def test_losses_are_told_when_the_only_one_that_told_none_has_left():
     async with serving(workers=3, samples=12) as run:
         clients = await joined_v1(run, 3)
