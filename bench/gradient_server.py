@@ -6,8 +6,8 @@ python bench/gradient_server.py [--json] [--quick]
    bytes and sends as many back (bench/serving/relay.py); the server with workers of version 1; with those of version 2,
    which also compare checksums. Bytes there and back a second.
 2. The most memory that the server's whole process had, with 2, 8 and 32 workers.
-3. What a step of three workers takes from the moment that the last gradient was sent, while 1,000 connections are open
-   that say nothing and one of the three reads slowly, beside the same without them.
+3. What a step of three workers takes, from the first byte of its gradients until all but the slow one have the average,
+   while 1,000 connections are open that say nothing and one of the three reads slowly, beside the same without them.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class Settings(NamedTuple):
     size: int
     steps: int
     rounds: int
+    is_together: bool = False
+    """Whether all wait for each other before each step."""
 
 
 # One turn.
@@ -45,12 +47,12 @@ class Settings(NamedTuple):
 class Server:
     """Whatever workers connect to, in a process of its own."""
 
-    def __init__(self, kind: str, workers: int, size: int, steps: int) -> None:
+    def __init__(self, kind: str, workers: int, size: int) -> None:
         if kind == "plain":
             command = [sys.executable, str(FOLDER / "relay.py"), str(workers), str(size)]
         else:
             command = [sys.executable, "-m", "parallel3d", "serve-gradients", "--bind", "127.0.0.1:0"]
-            command += ["--workers", str(workers), "--samples", str(workers), "--steps", str(steps), "--protocol", kind]
+            command += ["--workers", str(workers), "--samples", str(workers), "--protocol", kind]
         out = {"stdout": subprocess.PIPE} if kind == "plain" else {"stderr": subprocess.PIPE}
         self.process = subprocess.Popen(command, text=True, **out)  # type: ignore[call-overload]
         self.port = self._port()
@@ -79,7 +81,7 @@ class Server:
 @contextmanager
 def workers_of(kinds: Sequence[str], port: int, settings: Settings) -> Iterator[list[subprocess.Popen[str]]]:
     """One of each kind, all connected, and waiting for a line."""
-    rest = (str(settings.size), str(settings.steps))
+    rest = (str(settings.size), str(settings.steps), str(int(settings.is_together)))
     workers = [
         subprocess.Popen(
             [sys.executable, str(FOLDER / "worker.py"), kind, "127.0.0.1", str(port), str(number), *rest],
@@ -108,20 +110,28 @@ def _line_of(worker: subprocess.Popen[str]) -> str:
 class Moments(NamedTuple):
     """Of each worker, by step."""
 
-    sent: list[list[float]]
+    begun: list[list[float]]
     ended: list[list[float]]
 
 
-def moments_of(workers: Sequence[subprocess.Popen[str]]) -> Moments:
-    """Let them begin, and wait for their end."""
-    for worker in workers:
-        assert worker.stdin is not None
-        worker.stdin.write("\n")
-        worker.stdin.flush()
+def moments_of(workers: Sequence[subprocess.Popen[str]], settings: Settings) -> Moments:
+    """Let them begin, and wait until all have made their steps. They stay connected."""
+    _start(workers)
+    for _ in range(settings.steps if settings.is_together else 0):
+        if any(_line_of(worker) != "ready\n" for worker in workers):
+            raise RuntimeError("a worker failed")
+        _start(workers)
     found = [[float(word) for word in _line_of(worker).split()] for worker in workers]
     if not all(found):
         raise RuntimeError("a worker failed")
     return Moments([each[::2] for each in found], [each[1::2] for each in found])
+
+
+def _start(workers: Sequence[subprocess.Popen[str]]) -> None:
+    for worker in workers:
+        assert worker.stdin is not None
+        worker.stdin.write("\n")
+        worker.stdin.flush()
 
 
 class Turn(NamedTuple):
@@ -132,10 +142,10 @@ class Turn(NamedTuple):
 
 def take_turn(kind: str, settings: Settings) -> Turn:
     with (
-        Server(kind, settings.workers, settings.size, settings.steps) as server,
+        Server(kind, settings.workers, settings.size) as server,
         workers_of([kind] * settings.workers, server.port, settings) as workers,
     ):
-        ends = [max(step) for step in zip(*moments_of(workers).ended, strict=True)]
+        ends = [max(step) for step in zip(*moments_of(workers, settings).ended, strict=True)]
         return Turn(median([after - before for before, after in pairwise(ends)]), server.most_memory)
 
 
@@ -171,7 +181,8 @@ def memories(size: int, crowds: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def crowded(settings: Settings) -> dict[str, Any]:
-    """What the others' step takes from the last gradient's end on, with many who are idle and one who is slow."""
+    """What a step takes from its first gradient's first byte until all others have the average, with many who are idle
+    and one who reads slowly. All begin a step together, or the slow one would hold up the next by coming late."""
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for number in range(settings.rounds):
         for is_crowded in (False, True) if number % 2 else (True, False):
@@ -183,14 +194,14 @@ def crowded(settings: Settings) -> dict[str, Any]:
 def _step_seconds(settings: Settings, is_crowded: bool) -> float:
     kinds = ["v1"] * (settings.workers - 1) + ["slow" if is_crowded else "v1"]
     with (
-        Server("v1", settings.workers, settings.size, settings.steps) as server,
+        Server("v1", settings.workers, settings.size) as server,
         idle_connections(server.port, IDLE if is_crowded else 0),
         workers_of(kinds, server.port, settings) as workers,
     ):
-        found = moments_of(workers)
-        sent = [max(step) for step in zip(*found.sent, strict=True)]
+        found = moments_of(workers, settings)
+        begun = [min(step) for step in zip(*found.begun, strict=True)]
         ended = [max(step) for step in zip(*found.ended[:-1], strict=True)]  # but the last, who may be slow
-        return median([end - start for start, end in zip(sent[1:], ended[1:], strict=True)])
+        return median([end - start for start, end in zip(begun[1:], ended[1:], strict=True)])
 
 
 @contextmanager
@@ -230,11 +241,11 @@ def main() -> None:
     if chosen.quick:
         speed = speeds(Settings(workers=2, size=4 * MIB, steps=4, rounds=1))
         memory = memories(4 * MIB, CROWDS[:1])
-        crowd = crowded(Settings(workers=3, size=MIB, steps=4, rounds=1))
+        crowd = crowded(Settings(workers=3, size=MIB, steps=4, rounds=1, is_together=True))
     else:
         speed = speeds(Settings(workers=8, size=64 * MIB, steps=5, rounds=7))
         memory = memories(64 * MIB, CROWDS)
-        crowd = crowded(Settings(workers=3, size=16 * MIB, steps=12, rounds=7))
+        crowd = crowded(Settings(workers=3, size=16 * MIB, steps=12, rounds=7, is_together=True))
     show({"speed": speed, "memory": memory, "crowded": crowd}, lines_of(speed, memory, crowd), chosen.json)
 
 

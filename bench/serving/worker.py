@@ -1,7 +1,8 @@
 """A worker of bench/gradient_server.py: moves the same bytes in each step, and computes nothing.
 
-python worker.py KIND HOST PORT NUMBER BYTES STEPS: says `ready`, waits for a line, then says when it had sent each
-step's bytes, and when it had all of those that came back, as seconds of time.monotonic.
+python worker.py KIND HOST PORT NUMBER BYTES STEPS TOGETHER: says `ready`, waits for a line, then says when it began to
+send each step's bytes, and when it had all of those that came back, as seconds of time.monotonic; and stays until its
+input ends. TOGETHER 1: it says `ready` and waits before each step, too.
 KIND: plain (to the relay), v1 (version 1 of the wire, byte by byte), slow (the same, and reads slowly), v2 (the client
 that users have).
 """
@@ -108,35 +109,38 @@ class Slow(VersionOne):
         super()._take(room)
 
 
-def moments(worker: Plain, steps: int) -> list[float]:
+def moments(worker: Plain, steps: int, is_together: bool) -> list[float]:
     found = []
     for _ in range(steps):
         worker.begin()
-        worker.send()
+        if is_together:
+            wait_for_start()
         found.append(time.monotonic())
+        worker.send()
         worker.take()
         found.append(time.monotonic())
     return found
 
 
-def moments_of_version_two(address: tuple[str, int], number: int, num_bytes: int) -> list[float]:
-    """It is not known when a step's bytes were sent; they had been when the average came."""
+def run_version_two(address: tuple[str, int], number: int, num_bytes: int, steps: int) -> None:
     from runtime.gradient_worker import GradientClient
     from runtime.loop import run
     from runtime.raw_parts import RawPart
     from runtime.wire import Dtype
 
-    async def main() -> list[float]:
+    async def main() -> None:
         out, back = memoryview(bytearray(num_bytes)), memoryview(bytearray(num_bytes))
         found: list[float] = []
         async with GradientClient(f"{address[0]}:{address[1]}", node_id=f"bench-{number}") as client:
             wait_for_start()
-            async for _ in client.shares():
+            for _ in range(steps):
+                await client.next_share()
+                found.append(time.monotonic())
                 await client.average([RawPart(Dtype.FLOAT32, out)], [RawPart(Dtype.FLOAT32, back)], loss=1.0)
-                found += [time.monotonic()] * 2
-        return found
+                found.append(time.monotonic())
+            tell(found)
 
-    return run(main)
+    run(main)
 
 
 def wait_for_start() -> None:
@@ -144,17 +148,22 @@ def wait_for_start() -> None:
     sys.stdin.readline()
 
 
+def tell(found: list[float]) -> None:
+    """And stay connected: the server's memory is looked at meanwhile."""
+    print(*found, flush=True)
+    sys.stdin.read()
+
+
 def main() -> None:
     kind, host, *numbers = sys.argv[1:]
-    port, number, num_bytes, steps = map(int, numbers)
+    port, number, num_bytes, steps, is_together = map(int, numbers)
     kinds: dict[str, Callable[[tuple[str, int], int, int], Plain]] = {"plain": Plain, "v1": VersionOne, "slow": Slow}
     if kind == "v2":
-        found = moments_of_version_two((host, port), number, num_bytes)
+        run_version_two((host, port), number, num_bytes, steps)
     else:
         worker = kinds[kind]((host, port), number, num_bytes)
         wait_for_start()
-        found = moments(worker, steps)
-    print(*found, flush=True)
+        tell(moments(worker, steps, bool(is_together)))
 
 
 if __name__ == "__main__":
