@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 
 from runtime.frame_reader import FrameReader, Side
-from runtime.membership import Admission, JoinsSeen
+from runtime.membership import Admission, JoinsSeen, check_node_id
 from runtime.wire import LAYOUTS, Hello, JoinRequest, Proof, Reason, WireError, encode
 from tests.wire_examples import GOLDEN
 
@@ -34,6 +34,7 @@ def why_refused(data: bytes) -> Reason | None:
                 case Proof():
                     admission.check(item)
                 case JoinRequest():
+                    check_node_id(item.node_id)
                     return Reason.VERSION_REFUSED
     except WireError as error:
         return error.reason
