@@ -30,8 +30,8 @@ class GradientServerSettings:
     """The server ends before the step with this number; steps count from 0, also after a restart. None: when it is
     stopped, or all workers have left."""
     protocol: Protocol = "v2"
-    """Version 1 proves nothing and encrypts nothing, so it is taken from this host only, and where no token is asked for,
-    unless `v1` allows it."""
+    """Version 1 proves nothing and encrypts nothing, so it is taken from this host only, and where there is no token, unless
+    `v1` allows it."""
     token: bytes | None = None
     """Version 2's; needed wherever others than this host can reach the server."""
     tls: ssl.SSLContext | None = None
@@ -45,7 +45,7 @@ class GradientServerSettings:
     """How long a lost worker of version 2 is waited for before others get its samples."""
     step_seconds: float | None = 1800.0
     """For a worker's gradient to come after the assignment, or for a state to be handed on; else whoever is late is
-    refused: a worker may beat and compute nothing. As long as torch's own collectives wait. None: as long as it takes."""
+    refused: a worker may beat and compute nothing. As long as torch's own collectives wait. None: what it takes."""
     policy: Policy = "halt"
     """For gradients that are refused: the run ends, or goes on without that worker."""
     shares: SharesBy = "even"

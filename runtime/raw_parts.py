@@ -58,7 +58,7 @@ def room_for(table: Table) -> list[RawPart]:
 
 
 def _room(num_bytes: int) -> memoryview:
-    return memoryview(numpy.empty(num_bytes, numpy.uint8))  # bytearray would fill it with zeros
+    return numpy.empty(num_bytes, numpy.uint8).data  # bytearray would fill it with zeros
 
 
 class Incoming:

@@ -53,7 +53,8 @@ def serve_gradients(
     ] = "127.0.0.1:9000",
     steps: Annotated[int | None, typer.Option(min=1, help="Then it ends.", show_default="until stopped")] = None,
     protocol: Annotated[
-        Protocol, typer.Option(help="v1: take workers of version 1 also from other hosts, and beside a token: they prove nothing.")
+        Protocol,
+        typer.Option(help="v1: take workers of version 1 from other hosts and beside a token: they prove nothing."),
     ] = Protocol.V2,
     token_file: Annotated[
         Path | None, typer.Option(help="What workers have to know.", show_default="none, on loopback only")

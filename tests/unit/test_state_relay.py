@@ -1,4 +1,4 @@
-"""A state on its way from one worker to others, and what waits to be sent to each: no sink holds up the others for ever."""
+"""A state on its way from one worker to others, and what waits to be sent to each: no sink holds up others for ever."""
 
 from __future__ import annotations
 
