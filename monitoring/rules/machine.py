@@ -71,6 +71,19 @@ _COMPARED = {
     "peers": "{} of the speed of ranks with the same work",
     "itself": "{} of the speed of its own earlier steps",
     "processor": "it has a core for {} as much of its computing as other ranks",
+    "arrival": "a step would take {} of its time, did it not come late to where ranks meet",
+}
+
+
+_SLOW = (
+    "Look at what slows it down on {}: another program, heat, a slower processor, or a sleep, a lock or a file that your "
+    "model waits for. Start the ranks elsewhere, or order them so that it holds up fewer."
+)
+_REMEDIES = {
+    "processor": "Give it back its core on {}: end what else runs there, lift its quota, use fewer threads a rank. A "
+    "sleep, a lock or a file that your model waits for looks the same.",
+    "arrival": "Its forwards and backwards are as quick as others', so look at what it does between them on {}: your "
+    "script's own code, a file, garbage collection, another program.",
 }
 
 
@@ -78,7 +91,6 @@ def _straggler(view: View, those: list[Straggler], gain: float) -> Bottleneck:
     worst = min(those, key=lambda each: each.score)
     rank, host = (None, worst.host) if worst.host is not None else (worst.rank, None)
     who = f"All ranks of {_host(worst.host)} are" if worst.host is not None else f"Rank {worst.rank} is"
-    has_core = worst.compared_with != "processor"
     where = _host(view.ranks[worst.rank].host) if worst.rank in view.ranks else "its host"
     return Bottleneck(
         kind="straggler",
@@ -93,12 +105,8 @@ def _straggler(view: View, those: list[Straggler], gain: float) -> Bottleneck:
             "ranks": len(those),
             "waiting_share": view.part("straggler"),
         },
-        remedy=f"Look at what slows it down on {where}: another program, heat, a slower processor, or a sleep, a lock "
-        "or a file that your model waits for. Start the ranks elsewhere, or order them so that it holds up fewer."
-        if has_core
-        else f"Give it back its core on {where}: end what else runs there, lift its quota, use fewer threads a rank. A "
-        "sleep, a lock or a file that your model waits for looks the same.",
-        key="parallel.order" if has_core else "runtime.threads",
+        remedy=_REMEDIES.get(worst.compared_with, _SLOW).format(where),
+        key="runtime.threads" if worst.compared_with == "processor" else "parallel.order",
         gain=gain,
         rank=rank,
         host=host,
@@ -106,11 +114,12 @@ def _straggler(view: View, those: list[Straggler], gain: float) -> Bottleneck:
 
 
 def straggling(view: View, straggler: Straggler) -> float:
-    """The share of a step by which its computing takes too long, as far as somebody waits meanwhile."""
+    """The share of a step by which its computing takes too long, or it comes late, as far as somebody waits meanwhile."""
     own = view.window.ranks.get(straggler.rank)
     if own is None:
         return 0.0
-    too_long = own.compute_wall * (1 - straggler.score)
+    whole = own.seconds if straggler.compared_with == "arrival" else own.compute_wall
+    too_long = whole * (1 - straggler.score)
     waits = [
         rank.parts["straggler"] + rank.parts["bubble"]
         for number, rank in view.window.ranks.items()

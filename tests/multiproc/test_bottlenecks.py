@@ -102,15 +102,16 @@ def short_data():
 def narrow_data():
     return Data(length=64, width=1)
 """
-# The command `parallel3d`, whose ranks save all weights between steps.
-SAVES = """
+# The command `parallel3d`, with ranks of the test's own.
+OTHER_RANKS = """
 import parallel3d.training_run
 from parallel3d.cli.main import main
 from runtime.script import Target
 
-parallel3d.training_run._RANK = Target("saving_rank.py")
+parallel3d.training_run._RANK = Target("rank.py")
 main()
 """
+# Saves all weights between steps.
 SAVING_RANK = """
 import os
 import time
@@ -135,6 +136,20 @@ def save(weights):
         os.fsync(file.fileno())
 
 main(Saving.from_config)
+"""
+# Rank 1 does something else between steps.
+DAWDLING_RANK = """
+import asyncio
+from parallel3d.coordinator import Coordinator
+from parallel3d.trainer import main
+
+class Dawdling(Coordinator):
+    async def train_step(self, batch):
+        if self.mesh.rank == 1:
+            await asyncio.sleep(0.2)
+        return await super().train_step(batch)
+
+main(Dawdling.from_config)
 """
 YAML = """
 model: {factory: "own:build", loss: mse}
@@ -208,6 +223,12 @@ def the_one(every: list[dict[str, Any]]) -> dict[str, Any]:
     return every[0]
 
 
+def other_ranks(folder: Path, rank: str) -> list[str]:
+    """The program whose ranks are this script."""
+    write_script(folder, rank, "rank.py")
+    return [write_script(folder, OTHER_RANKS, "program.py")]
+
+
 def only_between(hosts: Hosts, folder: Path, *settings: str) -> dict[str, Any]:
     """The one that is named by a run of two ranks on each host."""
     with ExitStack() as stack:
@@ -242,6 +263,17 @@ def test_a_rank_that_sleeps_in_its_forward(folder, mesh):
     one = only(folder, *mesh, "model.args.trouble=sleeps", "data.factory=own:short_data")
     assert (one["kind"], one["rank"]) == ("straggler", 1)
     assert one["gain"] > 0.1
+
+
+@pytest.mark.parametrize("axis", ["dp", pytest.param("tp", marks=pytest.mark.exhaustive)])
+def test_a_rank_that_comes_late_to_its_steps(folder, axis):
+    settings = [f"parallel.{axis}=2"]
+    if axis == "tp":
+        (folder / "run.yaml").write_text(GPT)
+        settings += ["train.batch_size=8", "train.steps=14"]
+    one = only(folder, *settings, program=other_ranks(folder, DAWDLING_RANK))
+    assert (one["kind"], one["rank"], one["evidence"]["compared_with"]) == ("straggler", 1, "arrival")
+    assert one["gain"] > 0.5
 
 
 @pytest.mark.exhaustive
@@ -352,8 +384,7 @@ def test_a_schedule_without_overlap(folder):
     ids=["dp", "pp"],
 )
 def test_weights_that_are_saved_after_each_step(folder, mesh):
-    write_script(folder, SAVING_RANK, "saving_rank.py")
-    program = [write_script(folder, SAVES, "saves.py")]
+    program = other_ranks(folder, SAVING_RANK)
     one = only(folder, *mesh, "model.factory=own:frozen", "data.factory=own:short_data", program=program)
     assert (one["kind"], one["key"]) == ("checkpoint_stalls", "checkpoint")
     assert one["gain"] > 0.2

@@ -231,6 +231,16 @@ def test_a_rank_without_its_core():
     assert (one.kind, one.rank, one.key) == ("straggler", 1, "runtime.threads")
 
 
+def test_a_rank_that_comes_late_for_no_known_reason():
+    facts = mesh(dp=2)
+    ranks = [rank_window(0, {"straggler": 0.045}), rank_window(1, {"other": 0.05})]
+    one = only(window_of(*ranks, stragglers=(straggler(1, 0.55, "arrival"),)), facts)
+    assert (one.kind, one.rank, one.key) == ("straggler", 1, "parallel.order")
+    assert one.gain == pytest.approx(0.45), "of the whole step, not of its computing"
+    assert "a step would take 55 % of its time, did it not come late" in one.message
+    assert "between them on host node0" in one.remedy
+
+
 def test_nobody_waits_for_a_straggler():
     facts = mesh(pp=2, microbatches=8, layers_per_stage=(2, 6))
     light = piped(facts, [0.1, 0.3])
@@ -608,7 +618,7 @@ def any_window(facts: RunFacts, some: Random) -> Window:
     lag = LagHistogram([some.randrange(9) for _ in BOUNDS], some.choice(SECONDS), some.choice(SECONDS))
     late = [
         Straggler(some.randrange(9), some.choice([0.0, 0.6, 1.0, 1.5]), how, 3, some.choice([None, "node0"]))
-        for how in ("peers", "itself", "processor")
+        for how in ("peers", "itself", "processor", "arrival")
     ]
     numbers = range(some.randrange(facts.world_size + 1))
     return Window(
