@@ -46,8 +46,8 @@ class RankStep:
     pipeline: float
     """From the step's first action in this rank's pipeline to the last end of all its ranks."""
     lateness: float = 0.0
-    """By how much ranks with the same work came earlier to where they meet, as far as nothing known explains it: neither
-    waits for others, nor data, saving or longer computing."""
+    """By how much ranks with the same work came earlier to where they meet, as far as nothing known explains it:
+    neither waits for others, nor data, saving or longer computing."""
     stages: Mapping[int, StageSeconds] = field(default_factory=dict)
 
     @property

@@ -35,7 +35,8 @@ class Observes(Protocol):
 
 
 class Inbox:
-    """Messages until somebody takes them: bounded, and it forgets the oldest. Safe between threads."""
+    """Messages until somebody takes them: bounded, and it forgets the oldest; a rank's next events then tell of those
+    that were dropped here too. Safe between threads."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes, self._num_bytes = most_bytes, 0
@@ -63,17 +64,17 @@ class Inbox:
         if message.get("kind") == "events" and isinstance(data, str):
             self._lost_events[rank] += len(data) * 3 // 4 // RECORD_BYTES
 
-    def lost_events(self) -> dict[int, int]:
-        """By rank: those in messages that were forgotten."""
-        with self._lock:
-            return dict(self._lost_events)
-
     def get(self, at_most: int) -> list[tuple[int, Message]]:
         """The oldest that wait."""
         with self._lock:
             taken = [self._waiting.popleft() for _ in range(min(at_most, len(self._waiting)))]
             self._num_bytes -= sum(size for _, _, size in taken)
-        return [(rank, message) for rank, message, _ in taken]
+            return [(rank, self._with_losses(rank, message)) for rank, message, _ in taken]
+
+    def _with_losses(self, rank: int, message: Message) -> Message:
+        lost, dropped = self._lost_events[rank], message.get("dropped")
+        is_short = lost and message.get("kind") == "events" and isinstance(dropped, int)
+        return {**message, "dropped": dropped + lost} if is_short else message
 
 
 def _size(message: Message) -> int:

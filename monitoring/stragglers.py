@@ -12,7 +12,9 @@ it, the least of four:
 | `arrival`     | a step without what others wait for it, and its computing, data and saving don't explain |
 
 Where a host has more ranks than cores, ranks take turns: there only processor time is compared, and `processor` and
-`arrival` not at all. A rank is named once its score was below 0.67 in three steps on end, and no more after three of 0.8 and above.
+`arrival` not at all.
+
+A rank is named once its score was below 0.67 in three steps on end, and no more after three of 0.8 and above.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ _COMPARED = {
 
 
 _SLOW = (
-    "Look at what slows it down on {}: another program, heat, a slower processor, or a sleep, a lock or a file that your "
-    "model waits for. Start the ranks elsewhere, or order them so that it holds up fewer."
+    "Look at what slows it down on {}: another program, heat, a slower processor, or a sleep, a lock or a file that "
+    "your model waits for. Start the ranks elsewhere, or order them so that it holds up fewer."
 )
 _REMEDIES = {
     "processor": "Give it back its core on {}: end what else runs there, lift its quota, use fewer threads a rank. A "
@@ -114,7 +114,7 @@ def _straggler(view: View, those: list[Straggler], gain: float) -> Bottleneck:
 
 
 def straggling(view: View, straggler: Straggler) -> float:
-    """The share of a step by which its computing takes too long, or it comes late, as far as somebody waits meanwhile."""
+    """The share of a step by which its computing takes too long, or it comes late, as far as somebody waits."""
     own = view.window.ranks.get(straggler.rank)
     if own is None:
         return 0.0

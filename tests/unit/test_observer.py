@@ -207,6 +207,20 @@ def test_clocks_of_two_hosts_are_put_together():
     assert observer.last_pipeline[1][0].start == pytest.approx(100.0)
 
 
+def test_steps_of_which_events_were_dropped_are_left_out():
+    observer = observer_of()
+    for step in range(3):
+        observer.take(0, events_message(told(step).done()))
+    observer.take(1, events_message(told(0).done()))
+    observer.take(1, events_message(told(1).done()[1:], dropped=1))
+    assert (observer.incomplete, observer.latest.step) == (1, 0)
+    observer.take(1, events_message(told(2).done(), dropped=1))
+    assert (observer.incomplete, observer.latest.step) == (1, 2)
+    observer.take(0, events_message(told(3).done()))
+    observer.finish()
+    assert observer.incomplete == 2, "rank 1 never told of the last one"
+
+
 def test_steps_of_ranks_that_nobody_knows_are_counted():
     observer = Observer(RunFacts(world_size=1))
     observer.take(0, events_message(told(0).done(), dropped=5))
