@@ -71,11 +71,11 @@ class Run:
         self.observer.take(0, {"kind": "step", "step": step, "seconds": seconds, **told, **changed})
 
 
-def events(*each: Event, dropped: int = 0) -> dict[str, object]:
+def events(*each: Event) -> dict[str, object]:
     buffer = bytearray(len(each) * RECORD_BYTES)
     for number, event in enumerate(each):
         pack_into(buffer, number * RECORD_BYTES, event)
-    return {"kind": "events", "data": base64.b64encode(buffer).decode(), "dropped": dropped}
+    return {"kind": "events", "data": base64.b64encode(buffer).decode(), "dropped": 0}
 
 
 def some_step(rank: int, step: int) -> dict[str, object]:
