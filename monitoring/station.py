@@ -73,8 +73,9 @@ class Inbox:
 
     def _with_losses(self, rank: int, message: Message) -> Message:
         lost, dropped = self._lost_events[rank], message.get("dropped")
-        is_short = lost and message.get("kind") == "events" and isinstance(dropped, int)
-        return {**message, "dropped": dropped + lost} if is_short else message
+        if lost and message.get("kind") == "events" and isinstance(dropped, int):
+            return {**message, "dropped": dropped + lost}
+        return message
 
 
 def _size(message: Message) -> int:

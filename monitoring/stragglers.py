@@ -131,10 +131,12 @@ class _Habit:
 
 
 def crowded_hosts(ranks: Iterable[RankFacts]) -> frozenset[str]:
-    """Those that have more ranks than cores."""
-    everyone = list(ranks)
-    counts = Counter(facts.host for facts in everyone if facts.is_cpu)
-    return frozenset(f.host for f in everyone if 0 < f.num_cores < counts[f.host])
+    """Those that have more ranks than cores. What one rank alone may not use, others can."""
+    counts, cores = Counter[str](), dict[str, int]()
+    for facts in ranks:
+        counts[facts.host] += facts.is_cpu
+        cores[facts.host] = max(facts.num_cores, cores.get(facts.host, 0))
+    return frozenset(host for host, count in counts.items() if 0 < cores[host] < count)
 
 
 def _seconds(step: RankStep, facts: RankFacts, crowded: frozenset[str]) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import os
 import socket
 from base64 import b64decode
 from collections.abc import Iterable
@@ -29,6 +28,7 @@ from parallel3d.trainer import SupervisorOwner, train, used_memory
 from parallel3d.unsupervised import RankOwner, gather_json
 from parallel3d.wishes import Wish, Wishes
 from runtime.control import LauncherControl, RankControl
+from runtime.cores import num_cores
 from runtime.errors import NonFiniteGradient
 from tests.stand_in import STAND_IN, StandIn
 
@@ -84,7 +84,7 @@ async def test_every_rank_tells_of_every_step():
         assert (ready["device"], ready["parameters"]) == ("cpu", 6)
         assert ear.of("memory")[-1]["bytes"] > 1 << 20
         assert ear.of("memory")[-1]["kinds"] == {"weights": 24, "gradients": 24, "optimizer": 48}
-        assert ready["num_cores"] == len(os.sched_getaffinity(0))
+        assert ready["num_cores"] == num_cores()
         assert ear.of("clock") == [{"kind": "clock", "offset": 0.0}]
         assert ear.of("queue")[-1]["capacity"] == 2
     assert [message["loss"] for message in first.of("step")] == [10.0, 9.0, 8.0, 7.0]
