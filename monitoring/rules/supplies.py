@@ -59,7 +59,8 @@ def checkpoint_stalls(view: View) -> Iterator[Bottleneck]:
             severity=severity,
             message=f"Saving takes {percent(share)} of the time: {duration(seconds)} a step on average.",
             evidence={"share": share, "seconds": seconds, "steps": view.window.num_steps},
-            remedy="Save less often, or to a quicker disk. Half as often saves half of it.",
-            key="checkpoint",
+            remedy="Save less often in your script: half as often saves half of it. Or save to a quicker disk, such as "
+            "a run's folder there.",
+            key="runtime.run_dir",
             gain=saved(share / 2),
         )

@@ -386,7 +386,7 @@ def test_a_schedule_without_overlap(folder):
 def test_weights_that_are_saved_after_each_step(folder, mesh):
     program = other_ranks(folder, SAVING_RANK)
     one = only(folder, *mesh, "model.factory=own:frozen", "data.factory=own:short_data", program=program)
-    assert (one["kind"], one["key"]) == ("checkpoint_stalls", "checkpoint")
+    assert (one["kind"], one["key"]) == ("checkpoint_stalls", "runtime.run_dir")
     assert one["gain"] > 0.2
 
 

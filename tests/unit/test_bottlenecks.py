@@ -366,7 +366,7 @@ def test_late_data_is_no_bubble():
 def test_checkpoint_stalls():
     facts = mesh(dp=2)
     one = only(alike(facts, {"checkpoint": 0.03}), facts)
-    assert (one.kind, one.severity, one.key) == ("checkpoint_stalls", Severity.HIGH, "checkpoint")
+    assert (one.kind, one.severity, one.key) == ("checkpoint_stalls", Severity.HIGH, "runtime.run_dir")
     assert one.gain == pytest.approx(0.15)
     assert found(alike(facts, {"checkpoint": 0.005}), facts) == []
 
@@ -522,6 +522,15 @@ def test_no_remedy_takes_back_another():
     assert every == {"tp_comm": ("parallel.tp", "2"), "memory_pressure": ("parallel.pp", "2")}
 
 
+@pytest.mark.parametrize(
+    "facts", [mesh(tp=2, memory_budget=1000), mesh(dp=2, memory_budget=1000, shards_optimizer=True)]
+)
+def test_memory_imbalance_where_there_is_nothing_to_shard(facts):
+    one = only(window_of(rank_window(0, memory=300), rank_window(1, memory=900)), facts)
+    assert (one.kind, one.rank, one.key, one.value) == ("memory_imbalance", 1, "memory.budget", None)
+    assert one.remedy.startswith("Look for tensors that only this rank keeps")
+
+
 def test_memory_imbalance():
     facts = mesh(dp=2, memory_budget=1000)
     one = only(window_of(rank_window(0, memory=300), rank_window(1, memory=900)), facts)
@@ -568,10 +577,11 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> set[str]:
 
 
 def test_every_key_is_one_of_the_configuration():
-    named = set()
+    named, sections = set(), "|".join(RunConfig.model_fields)
     for path in (ROOT / "monitoring" / "rules").glob("*.py"):
         text = path.read_text()
-        named |= set(re.findall(r'"((?:parallel|pipeline|comm|data|train|optimizer|runtime|memory)\.[a-z_]+)"', text))
+        assert re.findall(rf'key="(?:{sections})"', text) == [], "a section alone is nothing to set"
+        named |= set(re.findall(rf'"((?:{sections})\.[a-z_]+)"', text))
     assert len(named) > 10
     assert named <= keys_of(RunConfig)
 
