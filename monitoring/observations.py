@@ -141,8 +141,8 @@ class Window:
     traffic: tuple[AxisTraffic, ...] = ()
     stragglers: tuple[Straggler, ...] = ()
     """Named by the detector."""
-    lag: LagHistogram | None = None
-    """Of all ranks' event loops, within the window."""
+    lag: Mapping[int, LagHistogram] = field(default_factory=dict)
+    """Of ranks' event loops, lately."""
     queue: Mapping[int, float] = field(default_factory=dict)
     """Mean number of batches that wait in a rank's queue when it asks for one."""
 

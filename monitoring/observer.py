@@ -196,7 +196,7 @@ class Observer:
                 self.scores,
                 self.stragglers,
                 self.peak_memory,
-                self._recent_lag.histogram(self._clock()),
+                self._recent_lag.histograms(self._clock()),
                 {rank: sum(means) / len(means) for rank, means in self._queues.items()},
             )
         return self._window

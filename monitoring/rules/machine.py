@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from monitoring.facts import RankFacts
 from monitoring.observations import Bottleneck, Severity, Straggler
 from monitoring.rules.levels import severity_of
-from monitoring.rules.view import WORTH_IT, View, duration, percent, saved
+from monitoring.rules.view import WORTH_IT, View, duration, is_alone, percent, saved
 
 _LEAST_LAGS = 20  # timers, about a second of one rank: fewer have no 95th percentile
 
@@ -130,24 +130,26 @@ def straggling(view: View, straggler: Straggler) -> float:
 
 def event_loop_lag(view: View) -> Iterator[Bottleneck]:
     """Timers come late: something holds up the event loop, which starts reductions and answers for the rank."""
-    lag = view.window.lag
-    if lag is None or sum(lag.counts) < _LEAST_LAGS:
-        return
-    if any(each.compared_with == "processor" for each in view.window.stragglers):
+    lags = {rank: lag for rank, lag in view.window.lag.items() if sum(lag.counts) >= _LEAST_LAGS}
+    if not lags or any(each.compared_with == "processor" for each in view.window.stragglers):
         return  # without a core its event loop is late too
-    late = lag.quantile(0.95)  # more than a moment without a core now and then
-    severity = severity_of("event_loop_lag", late)
+    late = {rank: lag.quantile(0.95) for rank, lag in lags.items()}  # more than a moment without a core now and then
+    worst = max(late, key=lambda rank: late[rank])
+    severity = severity_of("event_loop_lag", late[worst])
     if severity is not None:
+        alone, lag = is_alone(late, worst), lags[worst]
+        whose = f"rank {worst}'s event loop" if alone else "the event loops"
         yield Bottleneck(
             kind="event_loop_lag",
             severity=severity,
-            message=f"One in 20 timers of the event loops comes {duration(late)} late or later, the worst "
+            message=f"One in 20 timers of {whose} comes {duration(late[worst])} late or later, the worst "
             f"{duration(lag.worst)}.",
-            evidence={"p95_seconds": late, "worst_seconds": lag.worst, "timers": sum(lag.counts)},
+            evidence={"p95_seconds": late[worst], "worst_seconds": lag.worst, "timers": sum(lag.counts)},
             remedy="Find what runs on the event loop, or holds Python's lock: a blocking call in your script, Python "
             "code in the dataset. Where it is torch's threads that take all cores, use fewer.",
             key="runtime.threads",
             value="1",
+            rank=worst if alone else None,
         )
 
 

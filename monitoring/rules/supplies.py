@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 from monitoring.observations import Bottleneck
 from monitoring.rules.levels import severity_of
-from monitoring.rules.view import View, duration, percent, saved
+from monitoring.rules.view import View, duration, is_alone, percent, saved
 
 _OFTEN_THERE = 0.25  # batches: below, the queue is hardly ever filled
-_ALONE = 2.0  # times the others' wait: then it is this rank's data, not everybody's
 
 
 def data_starved(view: View) -> Iterator[Bottleneck]:
@@ -25,7 +24,7 @@ def data_starved(view: View) -> Iterator[Bottleneck]:
     if queue is not None:
         evidence["batches_ready"] = queue
     comes_in_bursts = queue is not None and queue >= _OFTEN_THERE
-    alone = _is_alone(waits, worst)
+    alone = is_alone(waits, worst)
     yield Bottleneck(
         kind="data_starved",
         severity=severity,
@@ -41,11 +40,6 @@ def data_starved(view: View) -> Iterator[Bottleneck]:
         gain=saved(share),
         rank=worst if alone else None,
     )
-
-
-def _is_alone(waits: dict[int, float], worst: int) -> bool:
-    others = [wait for number, wait in waits.items() if number != worst]
-    return bool(others) and waits[worst] > _ALONE * max(others)
 
 
 def checkpoint_stalls(view: View) -> Iterator[Bottleneck]:

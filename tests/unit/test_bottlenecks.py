@@ -226,7 +226,7 @@ def test_a_rank_without_its_core():
     late = LagHistogram()
     for _ in range(40):
         late.observe(0.2)
-    window = window_of(*ranks, stragglers=(straggler(1, 0.55, "processor"),), lag=late)
+    window = window_of(*ranks, stragglers=(straggler(1, 0.55, "processor"),), lag={1: late})
     one = only(window, facts)
     assert (one.kind, one.rank, one.key) == ("straggler", 1, "runtime.threads")
 
@@ -288,7 +288,7 @@ def test_a_straggler_accounts_for_communication_as_far_as_it_is_late():
 def test_oversubscribed_cores():
     facts = mesh(2, 2, 2, microbatches=4)
     waiting = {"other": 0.04, "tp_comm": 0.031, "bubble": 0.01}
-    lag = LagHistogram([0] * 8 + [100, 0, 0], 20.0, 0.2)
+    lag = {0: LagHistogram([0] * 8 + [100, 0, 0, 0], 20.0, 0.2)}
     ranks = [rank_window(rank, waiting, core_wait=0.035, bubble_ratio=0.5) for rank in range(8)]
     one = only(window_of(*ranks, lag=lag), facts, ranks_of(facts, num_cores=2))
     assert (one.kind, one.host, one.key, one.value) == ("oversubscribed_cores", "node0", "parallel.dp", None)
@@ -324,10 +324,11 @@ def test_event_loop_lag(lags, severity):
     facts, lag = mesh(dp=2), LagHistogram()
     for each in lags:
         lag.observe(each)
-    every = found(alike(facts, lag=lag), facts)
-    assert [(each.kind, each.severity, each.gain) for each in every] == (
-        [("event_loop_lag", severity, None)] if severity else []
-    )
+    for lags, rank in (({0: lag, 1: lag}, None), ({0: LagHistogram([50] + [0] * 11, 0.01, 0.0003), 1: lag}, 1)):
+        every = found(alike(facts, lag=lags), facts)
+        assert [(each.kind, each.severity, each.rank, each.gain) for each in every] == (
+            [("event_loop_lag", severity, rank, None)] if severity else []
+        )
 
 
 # Data and checkpoints.
@@ -640,7 +641,7 @@ def any_window(facts: RunFacts, some: Random) -> Window:
             AxisTraffic("all_reduce", axis, some.choice(SECONDS), some.choice([0, 1e6]), 1.0) for axis in ("dp", "tp")
         ),
         stragglers=tuple(some.sample(late, some.choice([0, 0, 1, 2]))),
-        lag=some.choice([None, lag]),
+        lag=some.choice([{}, {0: lag}, {1: lag, 8: lag}]),
         queue={number: some.choice([0.0, 1.0]) for number in numbers},
     )
 

@@ -257,18 +257,22 @@ def test_lag_of_the_window_leaves_out_what_was_before():
 
     recent = RecentLag(10.0)
     recent.take(0, totals(0.9), now=0.0)  # setting up
-    assert recent.histogram(0.0) is None
+    assert recent.histograms(0.0) == {}
     recent.take(0, totals(0.9, 0.0001), now=1.0)
     recent.take(1, totals(0.8), now=1.0)
     recent.take(1, totals(0.8, 0.03, 0.003), now=2.0)
-    found = recent.histogram(2.0)
-    assert sum(found.counts) == 3
-    assert found.total == pytest.approx(0.0331)
-    assert found.worst == 0.05, "the bucket's bound: no rank tells more"
-    assert sum(recent.histogram(11.5).counts) == 2, "ten seconds after the first"
-    assert recent.histogram(20.0) is None
+    found = recent.histograms(2.0)
+    assert [sum(each.counts) for each in found.values()] == [1, 2]
+    assert found[1].total == pytest.approx(0.033)
+    assert found[1].worst == pytest.approx(0.031), "what the total allows: no rank tells more"
+    assert recent.histograms(11.5).keys() == {1}, "ten seconds after the first"
+    assert recent.histograms(20.0) == {}
     recent.take(0, totals(), now=20.0)  # a rank that began anew
-    assert recent.histogram(20.0) is None
+    assert recent.histograms(20.0) == {}
+    recent.take(1, totals(0.8, 0.03, 0.003, 1.5), now=20.0)
+    assert recent.histograms(20.0)[1].worst == 1.5, "the worst of all is told"
+    recent.take(1, totals(0.8, 0.03, 0.003, 1.5, 1.1, 1.1), now=31.0)
+    assert recent.histograms(31.0)[1].worst == pytest.approx(1.2), "and is no more, once it is long ago"
 
 
 # Traffic.
