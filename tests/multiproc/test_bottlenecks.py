@@ -36,6 +36,10 @@ class Layer(nn.Module):
             time.sleep(0.1)
         if self.trouble == "keeps" and rank == "1" and self.kept is None:
             self.kept = torch.ones(100 << 20)
+        if self.trouble == "keeps a little" and rank == "1" and self.kept is None:
+            self.kept = torch.ones(10 << 20)
+        if self.trouble == "takes its time":
+            time.sleep(0.8)
         if self.trouble == "holds the lock":
             pow(7, 1_500_000)
         return x + self.down(torch.tanh(self.up(x)))
@@ -150,6 +154,29 @@ class Dawdling(Coordinator):
         return await super().train_step(batch)
 
 main(Dawdling.from_config)
+"""
+# Rank 1's event loop is blocked again and again while its engine computes.
+BLOCKING_RANK = """
+import asyncio
+import time
+from parallel3d.coordinator import Coordinator
+from parallel3d.trainer import main
+
+class Blocking(Coordinator):
+    async def train_step(self, batch):
+        blocking = asyncio.create_task(self.block()) if self.mesh.rank == 1 else None
+        step = await super().train_step(batch)
+        if blocking is not None:
+            blocking.cancel()
+        return step
+
+    async def block(self):
+        while True:
+            if self.mesh.is_computing:
+                time.sleep(0.2)
+            await asyncio.sleep(0.001)
+
+main(Blocking.from_config)
 """
 YAML = """
 model: {factory: "own:build", loss: mse}
@@ -303,8 +330,8 @@ def test_tiny_buckets(folder):
 
 @pytest.mark.exhaustive
 def test_a_small_budget(folder):
-    one = only(folder, "parallel.dp=2", "memory.budget=64 MiB")
-    assert (one["kind"], one["key"]) == ("memory_pressure", "pipeline.microbatches")
+    one = only(folder, "parallel.dp=2", "memory.budget=64 MiB", "model.args.trouble=keeps a little")
+    assert (one["kind"], one["rank"], one["key"]) == ("memory_pressure", 1, "pipeline.microbatches")
 
 
 @pytest.mark.exhaustive
@@ -317,6 +344,13 @@ def test_a_rank_that_keeps_much(folder):
 def test_an_event_loop_that_is_held_up(folder):
     one = only(folder, "parallel.dp=2", "model.args.trouble=holds the lock")
     assert one["kind"] == "event_loop_lag"
+
+
+@pytest.mark.exhaustive
+def test_one_ranks_event_loop_that_is_held_up(folder):
+    settings = ("parallel.dp=2", "model.args.trouble=takes its time", "train.steps=8")
+    one = only(folder, *settings, program=other_ranks(folder, BLOCKING_RANK))
+    assert (one["kind"], one["rank"]) == ("event_loop_lag", 1)
 
 
 @pytest.mark.exhaustive
