@@ -36,8 +36,14 @@ _numbers, _number, _histograms = (partial(each, RUN_FAMILIES) for each in (numbe
 class RunMetrics(Collector):
     """Made before the first message is taken, and read in the observer's own thread."""
 
-    def __init__(self, observer: Observer, has_failed: Callable[[], bool] = bool) -> None:
-        self._observer, self._has_failed = observer, has_failed
+    def __init__(
+        self,
+        observer: Observer,
+        has_failed: Callable[[], bool] = bool,
+        on_collect: Callable[[], None] = lambda: None,
+    ) -> None:
+        """on_collect: called each time that all was told."""
+        self._observer, self._has_failed, self._on_collect = observer, has_failed, on_collect
         self._durations = [0] * len(STEP_BOUNDS)
         self._last_step: float | None = None
         self._severities: dict[str, str] = {}
@@ -56,6 +62,7 @@ class RunMetrics(Collector):
         yield from self._bottlenecks()
         yield from self._exchanges()
         yield from self._health()
+        self._on_collect()
 
     def _identity(self) -> Iterator[Metric]:
         observer, facts = self._observer, self._observer.facts

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from monitoring.endpoint import Endpoint
 from monitoring.events import RECORD_BYTES
+from monitoring.scrapes import Scrapes
 from monitoring.service import Service, complain
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class Station:
         self._observers = observers
         self.status, self.error = "running", ""
         self.inbox = inbox or Inbox()
+        self.scrapes = Scrapes()
         self.failures = 0
         """Of observers: bugs of ours, which must not end a run."""
         self.on_status: list[Callable[[str, str], None]] = []

@@ -281,6 +281,9 @@ class Watch:
     async def settle(self) -> None:
         self.ends.append("settled")
 
+    async def linger(self, hurry: asyncio.Event) -> None:
+        self.ends.append("lingered")
+
     async def close(self) -> None:
         self.ends.append("closed")
 
@@ -343,7 +346,7 @@ async def test_who_looks_on_at_rank_0_hears_all_ranks(tmp_path, monkeypatch, fai
     watch = Watch(fails=fails)
     first, _ = await work(RunFolder.create(config_of(), "id"), watch)
     assert first.record.status is Status.COMPLETED
-    assert watch.ends == ["settled", "closed"]
+    assert watch.ends == ["settled", "lingered", "closed"]
     for rank, told in ((0, {"step"}), (1, set())):
         expected = {"mesh", "clock", "ready", "events", "memory", "queue"} | told
         reports = {"loop_lag", "collectives"} if interval == 0 else set()
