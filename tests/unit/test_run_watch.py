@@ -102,19 +102,20 @@ async def scraped(endpoint: Endpoint) -> str:
 
 
 @pytest.fixture
-def failed(run, monkeypatch):
-    """A run that waits for long if it waits at all, and shows each scrape the latest."""
+def watched(run, monkeypatch):
+    """A run that is under way, and at its end waits for long if it waits at all, and shows each scrape the latest."""
     monkeypatch.setattr("monitoring.server.RENDER_SECONDS", 0.0)
     folder, record = run
     record.config = load_config(None, overrides={"monitoring.linger_seconds": 600}, environ={})
-    record.status = Status.FAILED
-    endpoint = Endpoint.open("127.0.0.1")
+    record.status = Status.RUNNING
+    endpoint = Endpoint.open("127.0.0.1", None)
     return folder, record, endpoint, RunWatch(record, folder, endpoint)
 
 
-async def test_a_run_that_failed_is_scraped_once_more(failed):
-    folder, record, endpoint, watch = failed
+async def test_a_run_that_failed_is_scraped_once_more(watched):
+    folder, record, endpoint, watch = watched
     assert 'steps_total{outcome="failed"} 0.0' in await scraped(endpoint)
+    record.status = Status.FAILED
     lingering, linger = asyncio.Event(), watch.linger
 
     async def note(hurry: asyncio.Event) -> None:
@@ -132,12 +133,11 @@ async def test_a_run_that_failed_is_scraped_once_more(failed):
 
 
 @pytest.mark.parametrize("why", ["nobody scrapes it", "it ended well", "its owner is cancelled"])
-async def test_a_run_that_waits_for_no_scrape(failed, why):
-    folder, record, endpoint, watch = failed
+async def test_a_run_that_waits_for_no_scrape(watched, why):
+    folder, record, endpoint, watch = watched
     if why != "nobody scrapes it":
         await scraped(endpoint)
-    if why == "it ended well":
-        record.status = Status.COMPLETED
+    record.status = Status.COMPLETED if why == "it ended well" else Status.FAILED
     ending = asyncio.create_task(complete(folder, record, watch))
     if why == "its owner is cancelled":
         await asyncio.sleep(0)
