@@ -88,6 +88,7 @@ def counted_mean(output, target):
         ("mse", torch.nn.functional.mse_loss),
         ("tests.user_models:absolute_loss", torch.nn.functional.l1_loss),
         ("tests.user_models:counted_loss", counted_mean),
+        ("tests.user_models:weighted_loss", counted_mean),
     ],
 )
 @pytest.mark.parametrize("mesh", [{"dp": 1}, {"dp": 2, "pp": 2}])
@@ -182,10 +183,22 @@ async def test_passes_in_the_wrong_order():
         with pytest.raises(InvalidCall, match=r"^eval_step: a forward_pass waits for its backward_pass"):
             await coordinator.eval_step(some_numbers())
         await coordinator.backward_pass()
+        with pytest.raises(InvalidCall, match=r"^forward_pass: gradients wait for their optimizer_step"):
+            await coordinator.forward_pass(some_numbers())
+        with pytest.raises(InvalidCall, match=r"^train_step: gradients wait for their optimizer_step"):
+            await coordinator.train_step(some_numbers())
+        await coordinator.eval_step(some_numbers())  # which leaves gradients alone
         await coordinator.optimizer_step()
-        await coordinator.train_step(some_numbers())
+        return await coordinator.whole_weights(), await coordinator.train_step(some_numbers(1))
 
-    await on_mesh(numbers(), main)
+    async def in_order(coordinator):
+        await coordinator.train_step(some_numbers())
+        return await coordinator.whole_weights(), await coordinator.train_step(some_numbers(1))
+
+    ((weights, step),), ((expected, other),) = await on_mesh(numbers(), main), await on_mesh(numbers(), in_order)
+    assert step.loss == other.loss
+    for name, values in expected.items():
+        torch.testing.assert_close(weights[name], values, rtol=0, atol=1e-12)
 
 
 async def test_what_one_replica_refuses_all_refuse():
@@ -217,6 +230,28 @@ async def test_an_evaluation_changes_nothing_and_drops_nothing():
         assert first == again
         assert first != after
         assert abs(first - trained) > 1e-9  # dropped
+
+
+async def test_an_evaluation_leaves_each_modules_mode():
+    async def main(coordinator):
+        (stage,) = coordinator._part.stages.values()
+        frozen, *others = stage.module.children()
+        frozen.eval()
+        await coordinator.eval_step(some_numbers())
+        return frozen.training, [each.training for each in others]
+
+    ((frozen, others),) = await on_mesh(numbers(), main)
+    assert not frozen
+    assert all(others)
+
+
+async def test_a_configuration_made_by_hand_has_a_batch_size():
+    config = load_config(None, overrides=numbers(pipeline__microbatches=2))
+    by_hand = config.model_copy(update={"train": config.train.model_copy(update={"batch_size": None})})
+    async with Coordinator.from_config(by_hand) as coordinator:
+        await coordinator.train_step(some_numbers(samples=2))
+        with pytest.raises(InvalidCall, match=r"a replica's part is train\.batch_size\(2\) / dp\(1\) = 2\."):
+            await coordinator.train_step(some_numbers(samples=4))
 
 
 async def test_bfloat16_keeps_weights_in_float32():
