@@ -240,9 +240,7 @@ class Coordinator:
     async def eval_step(self, batch: Batch | tuple[Any, Any]) -> float:
         """The loss of a batch, without gradients and without dropout."""
         self._refuse_between_passes("eval_step")
-        modes = [
-            (module, module.training) for stage in self._part.stages.values() for module in stage.module.modules()
-        ]
+        modes = [(module, module.training) for stage in self._part.stages.values() for module in stage.module.modules()]
         for module, _ in modes:
             module.training = False
         try:

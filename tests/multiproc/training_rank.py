@@ -54,6 +54,21 @@ async def check_dropout(tp: int, *, sequence_parallel: bool) -> None:
                 assert (every == every[0]).all(), name
 
 
+async def check_dropout_of_parts(tp: int) -> None:
+    """Features that are cut over ranks are dropped by each for itself, also by a module that drops whole values too."""
+    given = of_a_users_model(1, tp, 1, "dropping")
+    async with parallel3d.Coordinator.from_config(load_config(None, overrides=given)) as coordinator:
+        await coordinator.train_step(whole_batch(coordinator.config, 0))
+        model, tp_group = coordinator._part.blueprint.model.whole, coordinator.mesh.tp
+        for inner, outer in [each for block in model.blocks for each in block.kept]:
+            parts = await tp_group.all_gather(inner.byte().unsqueeze(0))
+            assert all((parts[0] != part).float().mean() > 0.3 for part in parts[1:]), "half of them differ by chance"
+            wholes = await tp_group.all_gather(outer.byte().unsqueeze(0))
+            assert (wholes == wholes[0]).all()
+        masks = [inner for block in model.blocks for inner, _ in block.kept]
+        assert len({each.numpy().tobytes() for each in masks}) == len(masks), "a mask came twice"
+
+
 async def check_other_models() -> None:
     """One of a user's own, and one of Hugging Face."""
     await check(of_a_users_model(1, 2, 2))
@@ -68,6 +83,8 @@ async def main() -> None:
     if os.environ["WHAT"] == "float64" and size in (2, 4):
         for sequence_parallel in (False, True):
             await check_dropout(size, sequence_parallel=sequence_parallel)
+    if os.environ["WHAT"] == "float64" and size == 2:
+        await check_dropout_of_parts(size)
     for given in variants(size, os.environ["WHAT"]):
         try:
             await check(given)

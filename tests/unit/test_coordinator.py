@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from functools import partial
 
 import pytest
 import torch
 
 import parallel3d
+from parallel3d import rank_setup
 from parallel3d.config import load_config
 from parallel3d.coordinator import Coordinator
 from parallel3d.losses import make_loss
@@ -230,6 +232,17 @@ async def test_an_evaluation_changes_nothing_and_drops_nothing():
         assert first == again
         assert first != after
         assert abs(first - trained) > 1e-9  # dropped
+
+
+async def test_replicas_and_stages_drop_different_values(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(rank_setup, "seed_from_now_on", seeds.append)  # one process has one place for a seed
+
+    async def main(coordinator):
+        pass
+
+    await on_mesh(settings(2, 2, 2), main)
+    assert sorted(Counter(seeds).values()) == [2] * 4, "tensor-parallel ranks have the same, and no others"
 
 
 async def test_an_evaluation_leaves_each_modules_mode():
