@@ -35,7 +35,7 @@ from parallel3d.sharding import Shards
 from parallel3d.step_events import Span, StepEvents, StepMoments
 from parallel3d.whole_weights import gather_weights
 from process_groups.tensor_exchange import Outcome
-from runtime.errors import CommunicationError, InvalidCall, NonFiniteGradient, name_rank
+from runtime.errors import CommunicationError, InvalidCall, NonFiniteGradient, PeerRefused, name_rank
 from runtime.log_context import bind_step
 
 
@@ -329,7 +329,9 @@ class Coordinator:
         if refusal is not None:
             raise refusal
         if any(refused):
-            raise InvalidCall(f"the replica at dp={refused.index(1)} refuses its part of this step's batch.")
+            coords = self.mesh.coords._replace(dp=refused.index(1))
+            message = f"the replica at dp={coords.dp} refuses its part of this step's batch."
+            raise PeerRefused(message, rank=self.mesh.topology.rank(coords))
         weight = 1.0 if known is None else per_one(count)
         num = executor.table.microbatches
         parts = _cut(inputs, num), _cut(targets, num)

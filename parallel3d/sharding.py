@@ -144,7 +144,9 @@ def _refuse_cut_heads(heads: Mapping[str, int], shards: Sequence[Shard], tp: int
     for shard in shards:
         for name, number in heads.items() if shard.kind == "attention" and shard.strategy in ("column", "row") else ():
             if number % tp:
-                message = f"{shard.path} ({shard.strategy}) cuts heads, but {name}({number}) is no multiple of tp({tp})."
+                message = (
+                    f"{shard.path} ({shard.strategy}) cuts heads, but {name}({number}) is no multiple of tp({tp})."
+                )
                 remedy = f"Set tp to {near_divisors(number, tp)}, or have {KEY} replicate attention."
                 raise problem_of_key("parallel.tp", tp, message, remedy)
 

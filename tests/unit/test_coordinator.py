@@ -16,7 +16,7 @@ from parallel3d.coordinator import Coordinator
 from parallel3d.losses import make_loss
 from parallel3d.models.build import build_model
 from parallel3d.schedules.actions import Kind
-from runtime.errors import CommunicationError, InvalidCall, NonFiniteGradient
+from runtime.errors import CommunicationError, InvalidCall, NonFiniteGradient, culprit_of
 from tests.training import (
     HUGGING_FACE_TOLERANCE,
     check,
@@ -210,12 +210,12 @@ async def test_what_one_replica_refuses_all_refuse():
         bad[2, 1] = torch.inf
         with pytest.raises(InvalidCall) as caught:
             await coordinator.train_step((bad, batch[1]) if coordinator.mesh.rank == 1 else batch)
-        return str(caught.value), (await coordinator.train_step(batch)).loss
+        return str(caught.value), culprit_of(caught.value), (await coordinator.train_step(batch)).loss
 
-    (first, loss), (second, other) = await on_mesh(numbers(parallel={"dp": 2}), main)
+    (first, culprit, loss), (second, _, other) = await on_mesh(numbers(parallel={"dp": 2}), main)
     assert first == "the replica at dp=1 refuses its part of this step's batch."
     assert second.startswith("the batch's inputs on rank 1 (dp=1 tp=0 pp=0) have NaN or infinity, first in sample 2.")
-    assert loss == other
+    assert (culprit, loss) == (1, other)
 
 
 async def test_an_evaluation_changes_nothing_and_drops_nothing():
