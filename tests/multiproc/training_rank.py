@@ -11,6 +11,7 @@ import parallel3d
 from parallel3d.config import load_config
 from parallel3d.sharded import cut_of
 from tests.training import (
+    FLOAT32,
     HUGGING_FACE_TOLERANCE,
     SCHEDULES,
     check,
@@ -21,24 +22,23 @@ from tests.training import (
     whole_batch,
 )
 
-PRECISIONS = {
-    "float64": {},
-    "float32": {"train__precision": "float32", "optimizer__name": "sgd", "optimizer__lr": 0.1},
-}
+PRECISIONS = {"float64": {}, "float32": FLOAT32}
 
 
 def variants(world_size: int, precision: str) -> list[dict]:
-    """Every mesh of that size. What else can be chosen goes round, so that each choice meets many meshes, and every
-    schedule some."""
+    """Every mesh of that size; where there are replicas, with optimizer state whole and sharded. What else can be chosen
+    goes round, so that each choice meets many meshes and the others, and every schedule some."""
     schedules = itertools.islice(itertools.cycle(SCHEDULES), world_size, None)
     numbers, found = itertools.count(), []
     for dp, tp, pp in meshes(world_size):
         number = next(numbers)
-        more = {"model__args__tied": number % 2 == 1, "optimizer__shard": dp > 1 and number % 3 != 1}
+        more = {"model__args__tied": number % 2 == 1}
         if tp > 1:
-            more["parallel__sequence_parallel"] = number % 2 == 0 and 8 % tp == 0
+            more["parallel__sequence_parallel"] = number % 4 < 2 and 8 % tp == 0
         schedule = next(schedules) if pp > 1 else "1f1b"
-        found.append(settings(dp, tp, pp, schedule, **more, **PRECISIONS[precision]))
+        for shard in (False, True) if dp > 1 else (False,):
+            choices = {**more, "optimizer__shard": shard, **PRECISIONS[precision]}
+            found.append(settings(dp, tp, pp, schedule, **choices))
     return found
 
 
