@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -382,6 +384,64 @@ async def test_cancelling_a_step_closes_the_mesh():
             await coordinator.train_step(batch)
 
     await on_mesh(settings(1, 2, 2, comm__timeout=5), main)
+
+
+def cancel_within(part, method):
+    """Cancels the step that calls it, while it waits for the other replica there."""
+    call, loop, step = getattr(part, method), asyncio.get_running_loop(), asyncio.current_task()
+
+    def cancelled(*args):
+        loop.call_soon_threadsafe(step.cancel)
+        return call(*args)
+
+    setattr(part, method, cancelled)
+
+
+def hold_before(part, method, is_over):
+    """In the engine thread, where it may wait."""
+    call = getattr(part, method)
+
+    def held(*args):
+        assert is_over.wait(20)
+        return call(*args)
+
+    setattr(part, method, held)
+
+
+@pytest.mark.parametrize(
+    ("waits", "held"),
+    [
+        (("_sync", "_all_reduced"), ("_sync", "begin")),
+        (("_optimizer", "_from_all"), ("_optimizer", "_from_all")),
+        (("_optimizer", "_gather"), ("_optimizer", "_update")),
+    ],
+    ids=["reducing gradients", "adding up norms", "gathering weights"],
+)
+async def test_a_step_can_be_cancelled_wherever_it_waits_for_a_replica(waits, held):
+    cancelled, is_over = asyncio.Event(), threading.Event()
+
+    async def cancel(coordinator, batch):
+        cancel_within(getattr(coordinator, waits[0]), waits[1])
+        await coordinator.train_step(batch)
+
+    async def main(coordinator):
+        batch = mine(coordinator, whole_batch(coordinator.config, 0))
+        await coordinator.train_step(batch)
+        if coordinator.mesh.rank == 0:
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.create_task(cancel(coordinator, batch))
+            is_over.set()
+            cancelled.set()
+        else:
+            hold_before(getattr(coordinator, held[0]), held[1], is_over)
+            with suppress(CommunicationError):  # not where all that it needs has come before
+                await coordinator.train_step(batch)
+            await cancelled.wait()
+        with pytest.raises(CommunicationError):
+            await coordinator.train_step(batch)
+
+    async with asyncio.timeout(30):
+        await on_mesh(settings(2, 1, 1, optimizer__shard=True, comm__timeout=20), main)
 
 
 async def test_layers_are_cut_by_the_time_they_take():
