@@ -11,6 +11,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+# bench/monitoring.py has the name of a package of ours, which shall be found first.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 
 def options(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
