@@ -39,7 +39,8 @@ def show(result: Mapping[str, object], lines: Sequence[str], as_json: bool) -> N
 
 def launch(num_ranks: int, script: str, *args: str) -> None:
     """Start a script as ranks and wait for them."""
-    command = [sys.executable, "-m", "parallel3d", "launch", "-n", str(num_ranks), script, *args]
+    runner = str(Path(__file__).with_name("ranks") / "script.py")
+    command = [sys.executable, "-m", "parallel3d", "launch", "-n", str(num_ranks), runner, script, *args]
     subprocess.run(command, check=True, timeout=600)
 
 
