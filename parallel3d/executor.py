@@ -401,7 +401,7 @@ class Begun:
 
     def _send_forward(self, action: Action) -> None:
         stage, microbatch = self._stages[action.stage], _microbatch(action)
-        self._send(action, stage.undetached_outputs(microbatch))
+        self._send(action, stage.outputs_to_copy(microbatch))
         self._let_go_if_no_backward_comes(stage, microbatch)
 
     def _send_backward(self, action: Action) -> None:

@@ -83,11 +83,11 @@ class Stage:
         return [torch.full_like(each, weight) for each in self._kept[microbatch].outputs if each.requires_grad]
 
     def outputs(self, microbatch: int) -> list[torch.Tensor]:
-        """What the next stage gets if it is here, detached; those that need a gradient say so."""
+        """What the next stage gets, detached; those that need a gradient say so."""
         return [each.detach().requires_grad_(each.requires_grad) for each in self._kept[microbatch].outputs]
 
-    def undetached_outputs(self, microbatch: int) -> Sequence[torch.Tensor]:
-        """The same for a copy."""
+    def outputs_to_copy(self, microbatch: int) -> Sequence[torch.Tensor]:
+        """The same where only a copy of them goes on."""
         return self._kept[microbatch].outputs
 
     def backward(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
