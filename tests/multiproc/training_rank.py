@@ -26,8 +26,8 @@ PRECISIONS = {"float64": {}, "float32": FLOAT32}
 
 
 def variants(world_size: int, precision: str) -> list[dict]:
-    """Every mesh of that size; where there are replicas, with optimizer state whole and sharded. What else can be chosen
-    goes round, so that each choice meets many meshes and the others, and every schedule some."""
+    """Every mesh of that size; where there are replicas, with optimizer state whole and sharded. What else can be
+    chosen goes round, so that each choice meets many meshes and the others, and every schedule some."""
     schedules = itertools.islice(itertools.cycle(SCHEDULES), world_size, None)
     numbers, found = itertools.count(), []
     for dp, tp, pp in meshes(world_size):
