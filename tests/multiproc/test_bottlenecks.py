@@ -25,6 +25,25 @@ import time
 import torch
 from torch import nn
 
+def work(seconds):
+    "Computes so long, without Python's lock."
+    until, values = time.thread_time() + seconds, torch.ones(192, 192)
+    while time.thread_time() < until:
+        torch.mm(values, values)
+
+class Turns(torch.autograd.Function):
+    "Rank 0 has more to do forwards, rank 1 backwards: each waits for the other as long as it computes."
+    @staticmethod
+    def forward(ctx, x):
+        if os.environ.get("RANK") == "0":
+            work(0.1)
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        if os.environ.get("RANK") == "1":
+            work(0.1)
+        return gradient
+
 class Layer(nn.Module):
     def __init__(self, width, trouble):
         super().__init__()
@@ -40,6 +59,8 @@ class Layer(nn.Module):
             self.kept = torch.ones(10 << 20)
         if self.trouble == "takes its time":
             time.sleep(0.8)
+        if self.trouble == "takes turns":
+            x = Turns.apply(x)
         if self.trouble == "holds the lock":
             pow(7, 1_500_000)
         return x + self.down(torch.tanh(self.up(x)))
@@ -364,6 +385,16 @@ def test_exchanges_that_take_longer_than_computing(folder):
     (folder / "run.yaml").write_text(GPT)
     one = only(folder, "parallel.tp=2", "comm.backend=gloo")
     assert (one["kind"], one["axis"], one["key"], one["value"]) == ("tp_comm", "tp", "parallel.tp", "1")
+
+
+@pytest.mark.exhaustive
+def test_tensor_parallel_ranks_that_wait_for_each_other(folder):
+    """As long as each computes, and none is slower than the other."""
+    plan = 'parallel: {tp: 2, tensor_plan: {"*.up": column, "*.down": row}}'
+    (folder / "run.yaml").write_text(f"{YAML}{plan}\n")
+    one = only(folder, "model.args.trouble=takes turns", "data.factory=own:short_data")
+    assert (one["kind"], one["axis"], one["key"], one["value"]) == ("tp_efficiency", "tp", "parallel.tp", "1")
+    assert one["evidence"]["efficiency"] < 0.7
 
 
 WIDE = ("model.factory=own:wide", "data.factory=own:narrow_data")
