@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import time
 from functools import partial
 
@@ -194,6 +195,28 @@ def test_a_stage_gives_tensors():
     stage = Stage(1, 3, Wrong())
     with pytest.raises(InvalidCall, match=r"^stage 1 gives dict; a stage gives a tensor or a tuple of tensors\.$"):
         stage.forward(0, [torch.ones(1)])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_a_stage_may_begin_with_a_layer_that_writes_over_its_input(ranks):
+    """Also where the stage before is on the same rank, which still needs what it gave."""
+    inputs, targets = torch.randn(2, 4, 3).unbind(), torch.randn(2, 4, 2).unbind()
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2)))
+
+    async def main() -> list[torch.Tensor]:
+        async with parallel3d.mesh(pp=ranks) as mesh:
+            table = gpipe_of_stages((0, ranks - 1), 2)
+            copied = copy.deepcopy(model)
+            stages = {index: Stage(index, 2, copied[index]) for index in table.stages_of_rank(mesh.rank)}
+            await Executor(mesh, table, stages, nn.functional.mse_loss).step(inputs, targets)
+            return [each.grad for stage in stages.values() for each in stage.module.parameters()]
+
+    found = [each for rank in await parallel3d.in_process(main, ranks=ranks) for each in rank]
+    for values, target in zip(inputs, targets, strict=True):
+        (nn.functional.mse_loss(model(values), target) / 2).backward()
+    for mine, parameter in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(mine, parameter.grad)
 
 
 @pytest.mark.parametrize("has_time", [True, False])
