@@ -174,8 +174,8 @@ class Executor:
         if len(hosts) > 1:
             raise InvalidCall(f"measured: the pipeline's ranks are on {len(hosts)} hosts, whose clocks differ.")
         most = max(map(len, self.table.columns))
-        mine = torch.zeros(1, most, 3, dtype=torch.float64, device=self._group.device)
-        mine[0, : len(timed)] = torch.tensor([each[1:4] for each in timed], dtype=torch.float64)
+        mine = torch.zeros(1, most, 4, dtype=torch.float64, device=self._group.device)
+        mine[0, : len(timed)] = torch.tensor([each[1:] for each in timed], dtype=torch.float64)
         rows = (await self._group.all_gather(mine)).tolist()
         times = [row[: len(column)] for row, column in zip(rows, self.table.columns, strict=True)]
         return Measured.of(self.table, times)

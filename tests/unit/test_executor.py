@@ -243,7 +243,8 @@ async def test_weight_parts_are_worked_off_while_nothing_comes(monkeypatch, has_
             monkeypatch.setattr(stage, "weight_backward", weight_backward)
             monkeypatch.setattr("parallel3d.stage._SHORT", 1e9)
             await run_step(executor)
-            await run_step(executor)
+            measured = await executor.measured((await run_step(executor)).timed)
+            assert [sum(column) > 0 for column in measured.worked_off] == [False, has_time]
 
     monkeypatch.setattr(CallPipe, "receive", with_or_without_time)
     await parallel3d.in_process(main, ranks=2)

@@ -756,7 +756,7 @@ def measured_step(path: Path) -> Path:
     table = build("1f1b", 2, 3).with_communication()
     planned = simulate(table, Costs(2, 0.01, 0.01, 0.01))
     times = [
-        [(start, end, 0.0) for start, end in zip(*each, strict=True)]
+        [(start, end, 0.0, 0.0) for start, end in zip(*each, strict=True)]
         for each in zip(planned.starts, planned.ends, strict=True)
     ]
     path.write_text(json.dumps(Measured.of(table, times).to_json()))
