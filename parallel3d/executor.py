@@ -40,7 +40,7 @@ class Gradients(Protocol):
         """Of a step."""
 
     def last_backward(self, stage: int, *, split: bool = False) -> AbstractContextManager[None]:
-        """Around a stage's last backward; `split`: around its weight part."""
+        """Around a stage's last backward; `split`: around its weight part, unless some of that was done before."""
 
     def stage_done(self, stage: int) -> None:
         """All gradients of a stage are there."""
@@ -348,7 +348,8 @@ class Begun:
 
     def _weight_backward(self, action: Action) -> None:
         stage, microbatch = self._stages[action.stage], _microbatch(action)
-        with self._executor.around(action):
+        # Who counts what is added in here counts on all of it.
+        with nullcontext() if stage.has_worked_off(microbatch) else self._executor.around(action):
             stage.weight_backward(microbatch)
         self._unfinished.remove((stage, microbatch))
 

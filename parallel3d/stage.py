@@ -110,6 +110,10 @@ class Stage:
         self._do_one(kept)
         return True
 
+    def has_worked_off(self, microbatch: int) -> bool:
+        """Whether some of its weight part is done."""
+        return self._kept[microbatch].num_done > 0
+
     def _do_one(self, kept: _Kept) -> None:
         start = time.perf_counter()
         with torch.no_grad():  # a gradient that knew how it was made would keep all of that alive

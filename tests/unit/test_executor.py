@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import copy
 import time
-from functools import partial
+from functools import partial, partialmethod
 
 import pytest
 import torch
@@ -23,6 +23,9 @@ from parallel3d.stage import Stage
 from process_groups.pipes import CallPipe, Idle
 from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, InvalidCall, PeerLost
 from tests.pipelines import check_every_schedule, loss, make_executor, microbatch, one_process, run_step, stage_module
+
+
+RECEIVE = CallPipe.receive
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -219,16 +222,35 @@ async def test_a_stage_may_begin_with_a_layer_that_writes_over_its_input(ranks):
         torch.testing.assert_close(mine, parameter.grad)
 
 
+def receive(pipe: CallPipe, deadline: float, idle: Idle, *, has_time: bool) -> list[torch.Tensor | None]:
+    """Nothing comes before there is nothing left to do, or all comes at once."""
+    while has_time and idle():
+        pass
+    return RECEIVE(pipe, deadline, lambda: False)
+
+
+@pytest.mark.parametrize("has_time", [True, False])
+async def test_gradients_are_told_of_the_last_weight_part_where_all_of_it_is_to_come(monkeypatch, has_time):
+    """They learn how much is added in it: it has to be the same in every step."""
+    monkeypatch.setattr("parallel3d.stage._SHORT", 1e9)
+    monkeypatch.setattr(CallPipe, "receive", partialmethod(receive, has_time=has_time))
+
+    async def main() -> list[object]:
+        async with parallel3d.mesh(pp=4) as mesh:
+            gradients = Recorded()
+            executor = gradients.executor = make_executor(mesh, "zbv", 8, gradients=gradients)
+            await run_step(executor)
+            return [stage for told, stage in gradients.told[1:-1] if told == "last weight part"]
+
+    # On rank 1 receives come between 6I7 and 6W7, on rank 2 between 5I7 and 5W7.
+    expected = [[0, 7], [1], [2], [3, 4]] if has_time else [[0, 7], [1, 6], [2, 5], [3, 4]]
+    assert [sorted(stages) for stages in await parallel3d.in_process(main, ranks=4)] == expected
+
+
 @pytest.mark.parametrize("has_time", [True, False])
 async def test_weight_parts_are_worked_off_while_nothing_comes(monkeypatch, has_time):
     """What a W finds to do is what there was no time for."""
     found: list[list[int]] = [[], []]
-    receive = CallPipe.receive
-
-    def with_or_without_time(pipe: CallPipe, deadline: float, idle: Idle) -> list[torch.Tensor | None]:
-        while has_time and idle():
-            pass
-        return receive(pipe, deadline, lambda: False)
 
     async def main() -> None:
         async with parallel3d.mesh(pp=2) as mesh:
@@ -246,7 +268,7 @@ async def test_weight_parts_are_worked_off_while_nothing_comes(monkeypatch, has_
             measured = await executor.measured((await run_step(executor)).timed)
             assert [sum(column) > 0 for column in measured.worked_off] == [False, has_time]
 
-    monkeypatch.setattr(CallPipe, "receive", with_or_without_time)
+    monkeypatch.setattr(CallPipe, "receive", partialmethod(receive, has_time=has_time))
     await parallel3d.in_process(main, ranks=2)
     first, second = ([each[:4], each[4:]] for each in found)
     assert first == [[3, 3, 3, 3]] * 2, "on rank 0 every W follows its I; three weights a microbatch"
