@@ -7,6 +7,7 @@ what has come already, and while nothing has, weight gradients that wait for the
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,7 @@ from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, In
 
 _OF_BACKWARDS = frozenset((Kind.B, Kind.I, Kind.W, Kind.SEND_B, Kind.RECV_B, Kind.REDUCE_GRAD))
 _RECEIVES = frozenset((Kind.RECV_F, Kind.RECV_B))
-_PAUSE = 0.001  # seconds between looks whether there is room for the last messages
+_PAUSE = 0.001  # seconds between looks whether there is room for messages that found none
 
 
 class Gradients(Protocol):
@@ -406,15 +407,15 @@ class Begun:
             incoming.popleft()
         self._num_bytes = _bytes_of(self._here[action])
 
-    def _meanwhile(self) -> bool:
-        """While nothing has come: send on what found no room, and a bit of what waits for its turn."""
-        for pipe in self._executor._pipes.values():
-            pipe.push()
+    def _meanwhile(self) -> float:
+        """While nothing has come: send on what found no room, and a bit of what waits for its turn. Seconds until there
+        is more to do."""
+        is_on_its_way = min([pipe.push() for pipe in self._executor._pipes.values()])
         start = time.monotonic()
-        did_some = any(stage.work_off_one(microbatch) for stage, microbatch in self._unfinished)
-        if did_some:
+        if any(stage.work_off_one(microbatch) for stage, microbatch in self._unfinished):
             self._worked_off += time.monotonic() - start
-        return did_some
+            return 0.0
+        return math.inf if is_on_its_way else _PAUSE
 
     def _too_late(self, action: Action, send: Action, rank: int) -> DeadlineExceeded:
         group = self._executor._group

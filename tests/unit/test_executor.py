@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import math
 import time
 from functools import partial, partialmethod
 
@@ -224,9 +225,9 @@ async def test_a_stage_may_begin_with_a_layer_that_writes_over_its_input(ranks):
 
 def receive(pipe: CallPipe, deadline: float, idle: Idle, *, has_time: bool) -> list[torch.Tensor | None]:
     """Nothing comes before there is nothing left to do, or all comes at once."""
-    while has_time and idle():
+    while has_time and not idle():
         pass
-    return RECEIVE(pipe, deadline, lambda: False)
+    return RECEIVE(pipe, deadline, lambda: math.inf)
 
 
 @pytest.mark.parametrize("has_time", [True, False])
@@ -275,6 +276,19 @@ async def test_weight_parts_are_worked_off_while_nothing_comes(monkeypatch, has_
     # Rank 1 receives between I0 and W0, I1 and W1, I2 and W2, and then no more; at first it knows of no time.
     assert second[0][0] == 3
     assert second[1] == ([0, 0, 0, 3] if has_time else [3, 3, 3, 3])
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+async def test_what_found_no_room_is_soon_tried_again(monkeypatch, has_room):
+    """Its peer makes room without a word to whoever waits for something else."""
+    monkeypatch.setattr(CallPipe, "push", lambda _: has_room)
+
+    async def main() -> float:
+        async with parallel3d.mesh(pp=2) as mesh:
+            executor = make_executor(mesh, "gpipe", 2)
+            return executor.begin(*zip(*map(microbatch, range(2)), strict=True))._meanwhile()
+
+    assert await parallel3d.in_process(main, ranks=2) == [math.inf if has_room else 0.001] * 2
 
 
 def test_what_takes_long_waits_for_its_turn():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 
@@ -47,7 +48,7 @@ def ends() -> Iterator[Ends]:
 
 
 def take(pipe: SharedPipe) -> list[torch.Tensor | None]:
-    return pipe.receive(time.monotonic() + SECONDS, lambda: False)
+    return pipe.receive(time.monotonic() + SECONDS, lambda: math.inf)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -121,19 +122,33 @@ def test_memory_is_used_again(ends):
 def test_idle_time_is_used_until_something_comes(ends):
     done = []
 
-    def idle() -> bool:
+    def idle() -> float:
         done.append(1)
         if len(done) == 3:
             ends.one.send([torch.ones(1)])
-        return len(done) < 10
+        return 0.0 if len(done) < 10 else math.inf
 
     assert ends.other.receive(time.monotonic() + SECONDS, idle)[0].tolist() == [1.0]
     assert len(done) == 3, "a message that is there is taken at once"
 
 
+def test_who_has_more_to_do_soon_is_asked_again(ends, monkeypatch):
+    monkeypatch.setattr("process_groups.pipes._LOOK", SECONDS)
+    asked = []
+
+    def idle() -> float:
+        asked.append(1)
+        if len(asked) == 3:
+            ends.one.send([torch.ones(1)])
+        return 0.001
+
+    assert ends.other.receive(time.monotonic() + SECONDS, idle)[0].tolist() == [1.0]
+    assert len(asked) == 3
+
+
 def test_a_deadline(ends):
     with pytest.raises(DeadlineExceeded):
-        ends.other.receive(time.monotonic() + 0.02, lambda: False)
+        ends.other.receive(time.monotonic() + 0.02, lambda: math.inf)
 
 
 def test_a_peer_that_is_gone(ends):
