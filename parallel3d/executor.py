@@ -163,9 +163,18 @@ class Executor:
                 await self._gradients.finish()
         except BaseException as error:
             self._mesh.abort(error if isinstance(error, CommunicationError) else farewell(self._mesh, error))
-            await asyncio.gather(computing, return_exceptions=True)  # it ends soon, for its groups are closed
-            if self._gradients is not None:
-                self._gradients.cancel()
+            seconds = self._group.timeout
+            computing.add_done_callback(_seen)
+            try:
+                await asyncio.wait([computing], timeout=seconds)  # it ends soon, for its groups are closed
+            finally:
+                if self._gradients is not None:
+                    self._gradients.cancel()
+            if not computing.done():
+                error.add_note(
+                    f"The engine thread still computes, {seconds:g} s after the step was given up: it ends when the "
+                    "forward or backward that it is in does."
+                )
             raise
 
     async def measured(self, timed: Sequence[Timed]) -> Measured:
@@ -432,6 +441,12 @@ class Begun:
 def _stopped_clock() -> float:
     """A look at the processor's own clock takes nearly a microsecond, which nobody pays who does not record."""
     return 0.0
+
+
+def _seen(computing: asyncio.Future[None]) -> None:
+    """Asyncio complains about errors that nobody looked at; what became of a step that was given up is no news."""
+    if not computing.cancelled():
+        computing.exception()
 
 
 def _what_and_where(action: Action) -> tuple[int, int, int]:

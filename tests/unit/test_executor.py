@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import math
+import threading
 import time
 from functools import partial, partialmethod
 
@@ -24,6 +25,7 @@ from parallel3d.stage import Stage
 from process_groups.pipes import CallPipe, Idle
 from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, InvalidCall, PeerLost
 from tests.pipelines import check_every_schedule, loss, make_executor, microbatch, one_process, run_step, stage_module
+from tests.processes import SECONDS
 
 
 RECEIVE = CallPipe.receive
@@ -328,6 +330,38 @@ async def test_a_stage_that_fails_is_named_to_the_others():
 
     told = await parallel3d.in_process(main, ranks=2)
     assert told[0] == "rank 1 (dp=0 tp=0 pp=1) failed in the step with ZeroDivisionError: division by zero"
+
+
+@pytest.mark.parametrize("is_cancelled_twice", [False, True])
+async def test_a_cancelled_step_does_not_wait_for_ever_for_what_computes(is_cancelled_twice):
+    async def main() -> None:
+        async with parallel3d.mesh(pp=1, timeout=SECONDS if is_cancelled_twice else 0.05) as mesh:
+            gradients, loop = Recorded(), asyncio.get_running_loop()
+            executor = make_executor(mesh, "gpipe", 1, gradients=gradients)
+            is_in_it, may_end = asyncio.Event(), threading.Event()
+
+            def endless(_: torch.Tensor) -> None:
+                loop.call_soon_threadsafe(is_in_it.set)
+                may_end.wait(SECONDS)
+
+            executor.stages[0].module.forward = endless
+            step = asyncio.create_task(run_step(executor))
+            await is_in_it.wait()
+            step.cancel()
+            if is_cancelled_twice:
+                while not mesh.pp.has_failed:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+                step.cancel()
+            with pytest.raises(asyncio.CancelledError) as caught:
+                await step
+            assert gradients.told == ["begin", "cancel"]
+            may_end.set()
+            await mesh.compute(int)  # the engine comes to that when it has ended the step
+            if not is_cancelled_twice:
+                (note,) = caught.value.__notes__
+                assert note.startswith("The engine thread still computes, 0.05 s after the step was given up: ")
+
+    await parallel3d.in_process(main, ranks=1)
 
 
 async def test_a_deadline_is_one_waits_not_the_steps():
