@@ -54,6 +54,10 @@ class Late:
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.action} came {self.seconds * 1e3:.1f} ms late: {self.why} ({self.because_of})"
 
+    def to_json(self) -> dict[str, Any]:
+        names = {"action": str(self.action), "why": str(self.why), "because_of": str(self.because_of)}
+        return {"rank": self.rank, "seconds": self.seconds, **names}
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -120,6 +124,22 @@ class Measured:
     @property
     def rank_bubble_ratios(self) -> tuple[float, ...]:
         return tuple(1 - busy / self.makespan for busy in self.busy)
+
+    @property
+    def stage_bubble_ratios(self) -> tuple[float, ...]:
+        """A rank's bubble, by the stage of the action that came after it; what is after the last one, by its stage."""
+        idle = [0.0] * self.table.stages
+        for rank, column in enumerate(self.table.columns):
+            free, stage = 0.0, column[-1].stage
+            for action, start, end, worked_off in zip(
+                column, self.starts[rank], self.ends[rank], self.worked_off[rank], strict=True
+            ):
+                free += worked_off
+                if action.is_compute:
+                    idle[action.stage] += start - free
+                    free, stage = end, action.stage
+            idle[stage] += self.makespan - free
+        return tuple(seconds / self.makespan for seconds in idle)
 
     @property
     def bubble_ratio(self) -> float:
@@ -235,14 +255,39 @@ class Comparison:
     first_late: Late | None
 
     def __str__(self) -> str:
+        planned, measured, table = self.planned, self.measured, self.measured.table
         lines = [
-            f"step {self.measured.makespan * 1e3:.1f} ms, planned {self.planned.makespan * 1e3:.1f} ms",
-            "rank  bubble planned  measured",
+            f"step {measured.makespan * 1e3:.1f} ms, planned {planned.makespan * 1e3:.1f} ms",
+            *_bubbles("rank", planned.rank_bubble_ratios, measured.rank_bubble_ratios),
         ]
-        both = zip(self.planned.rank_bubble_ratios, self.measured.rank_bubble_ratios, strict=True)
-        lines += [f"{rank:4}  {100 * plan:12.1f} %  {100 * was:6.1f} %" for rank, (plan, was) in enumerate(both)]
+        if table.stages > table.num_ranks:
+            lines += _bubbles("stage", planned.stage_bubble_ratios, measured.stage_bubble_ratios)
         lines.append(f"first late: {self.first_late}" if self.first_late is not None else "nothing came late")
         return "\n".join(lines)
+
+
+    def to_json(self) -> dict[str, Any]:
+        """Times are seconds."""
+        table, late = self.measured.table, self.first_late
+        both = {"planned": self.planned, "measured": self.measured}
+        return {
+            "schedule": table.schedule,
+            "stages": table.stages,
+            "microbatches": table.microbatches,
+            "makespan": {name: each.makespan for name, each in both.items()},
+            "bubble_ratio": {name: each.bubble_ratio for name, each in both.items()},
+            "rank_bubble_ratios": {name: list(each.rank_bubble_ratios) for name, each in both.items()},
+            "stage_bubble_ratios": {name: list(each.stage_bubble_ratios) for name, each in both.items()},
+            "first_late": None if late is None else late.to_json(),
+        }
+
+
+def _bubbles(name: str, planned: Sequence[float], measured: Sequence[float]) -> list[str]:
+    rows = enumerate(zip(planned, measured, strict=True))
+    return [
+        f"{name}  bubble planned  measured",
+        *(f"{number:{len(name)}}  {100 * plan:12.1f} %  {100 * was:6.1f} %" for number, (plan, was) in rows),
+    ]
 
 
 def compare(measured: Measured, costs: Costs | None = None) -> Comparison:

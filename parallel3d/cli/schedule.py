@@ -79,12 +79,16 @@ def schedule(
                 "--schedule": schedule,
                 "--pp": pp,
                 "--microbatches": microbatches,
+                "--virtual-stages": virtual_stages,
                 "--compare": compare or None,
+                "--actions all": actions is Actions.ALL or None,
             }
             for option, value in given.items():
                 if value is not None:
                     raise InvalidCall(f"--measured has a schedule of its own. Leave out {option} or --measured.")
-            _show_measured(measured, files)
+            if option := costs.changed():
+                raise InvalidCall(f"--measured has times of its own. Leave out {option} or --measured.")
+            _show_measured(measured, files, as_json)
             return
         if compare:
             others: dict[str, object] = {
@@ -156,7 +160,8 @@ def _check_file(option: str, path: Path) -> None:
         path.unlink()
 
 
-def _show_measured(path: Path, files: dict[str, Path | None]) -> None:
+def _show_measured(path: Path, files: dict[str, Path | None], as_json: bool) -> None:
+    from parallel3d.cli.json_lines import dump
     from parallel3d.drawing.lanes import lanes_of_measured
     from parallel3d.measured import Measured, compare
 
@@ -166,7 +171,8 @@ def _show_measured(path: Path, files: dict[str, Path | None]) -> None:
     step = Measured.load(path)
     drawn = step.in_milliseconds()
     _write_pictures(compare(drawn).planned, files, lanes_of_measured(drawn))
-    print(compare(step))
+    compared = compare(step)
+    print(dump(compared.to_json()) if as_json else compared)
 
 
 def _write_pictures(result: Simulation, files: dict[str, Path | None], measured: Sequence[Lane] | None = None) -> None:

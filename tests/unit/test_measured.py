@@ -86,6 +86,7 @@ def test_what_was_worked_off_in_a_receive_is_no_bubble():
     assert measured.busy == (9.0, 9.0)
     assert measured.bubble_ratio == 0.0
     assert measured.costs().weight_backward == pytest.approx([1.0, 1.0])
+    assert measured.stage_bubble_ratios == (0.0, 0.0)
     assert measured.in_milliseconds().busy == (9000.0, 9000.0)
 
 
@@ -118,6 +119,13 @@ def test_a_slow_action_makes_the_next_one_late(waited, why):
     found = compare(slow, COSTS)
     assert (found.first_late.action, found.first_late.why) == (action("1B0"), why)
     assert found.first_late.because_of == action("1F0")
+    assert found.to_json()["first_late"] == {
+        "rank": 1,
+        "seconds": pytest.approx(0.006),
+        "action": "1B0",
+        "why": why,
+        "because_of": "1F0",
+    }
     assert str(found.first_late) == f"rank 1: 1B0 came 6.0 ms late: {why} (1F0)"
 
 
@@ -127,6 +135,22 @@ def test_what_is_shown():
     assert text[1] == "rank  bubble planned  measured"
     assert text[2] == "   0          55.9 %    55.9 %"
     assert text[-1] == "nothing came late"
+
+
+def test_where_ranks_have_several_stages_the_bubble_of_each_is_shown():
+    table = build("zbv", 2, 4).with_communication()
+    planned = simulate(table, Costs(4, [1.0, 2.0, 1.0, 1.0], 1.0, 1.0, transfer=0.0))
+    times = [
+        [(start, end, 0.0, 0.0) for start, end in zip(*each, strict=True)]
+        for each in zip(planned.starts, planned.ends, strict=True)
+    ]
+    found = compare(Measured.of(table, times))
+    assert found.measured.stage_bubble_ratios == pytest.approx(planned.stage_bubble_ratios)
+    lines = str(found).splitlines()
+    assert lines[4] == "stage  bubble planned  measured"
+    ratio = 100 * planned.stage_bubble_ratios[3]
+    assert lines[8] == f"    3  {ratio:12.1f} %  {ratio:6.1f} %"
+    assert found.to_json()["stage_bubble_ratios"]["measured"] == list(found.measured.stage_bubble_ratios)
 
 
 def test_files(tmp_path):

@@ -650,6 +650,17 @@ def test_simulate(parallel3d):
     )
 
 
+def test_simulate_shows_the_bubble_of_every_stage_where_a_rank_has_several(parallel3d):
+    code, stdout, _ = parallel3d("simulate", str(MESH), "--set", "pipeline.schedule=zbv")
+    planned = simulate(build("zbv", 2, 4), Costs(4, 1.0, 1.0, 1.0, transfer=0.0))
+    by_rank, by_stage = (
+        " ".join(f"{100 * ratio:.1f}" for ratio in ratios)
+        for ratios in (planned.rank_bubble_ratios, planned.stage_bubble_ratios)
+    )
+    assert code == 0
+    assert f"; by rank: {by_rank}; by stage: {by_stage}\n" in stdout
+
+
 def test_simulate_as_json(parallel3d):
     words = ("--set", "pipeline.schedule=gpipe", "--set", "pipeline.microbatches=1", "--json")
     code, stdout, stderr = parallel3d("simulate", str(MESH), *words)
@@ -661,6 +672,7 @@ def test_simulate_as_json(parallel3d):
         "makespan": 6,
         "bubble_ratio": 0.5,
         "rank_bubble_ratios": [0.5, 0.5],
+        "stage_bubble_ratios": [0.5, 0.5],
         "peak_activations": [1, 1],
         "critical_path": [
             {"rank": rank, "action": action, "start": start, "end": end, "reason": reason, "transfer": 0}
@@ -775,11 +787,35 @@ def test_a_measured_step_beneath_its_plan(schedule, here):
     assert ElementTree.parse(here / "a.html").getroot().tag == f"{HTML}html"
 
 
-@pytest.mark.parametrize("other", ["--pp 2", "--microbatches 3", "--schedule gpipe", "--compare"])
+def test_a_measured_step_as_json(schedule, here):
+    step = measured_step(here / "step.json")
+    assert json.loads(schedule(f"--measured {step} --json")) == {
+        "schedule": "1f1b",
+        "stages": 2,
+        "microbatches": 3,
+        "makespan": {"planned": pytest.approx(0.12), "measured": pytest.approx(0.12)},
+        "bubble_ratio": {"planned": pytest.approx(0.25), "measured": pytest.approx(0.25)},
+        "rank_bubble_ratios": {"planned": pytest.approx([0.25] * 2), "measured": pytest.approx([0.25] * 2)},
+        "stage_bubble_ratios": {"planned": pytest.approx([0.25] * 2), "measured": pytest.approx([0.25] * 2)},
+        "first_late": None,
+    }
+
+
+@pytest.mark.parametrize("other", ["--forward 2", "--backward 3", "--weight-backward 1", "--transfer 0.1"])
+def test_a_measured_step_has_its_own_times(parallel3d, here, other):
+    code, stdout, stderr = parallel3d("schedule", "--measured", str(measured_step(here / "step.json")), *other.split())
+    message = f"parallel3d schedule: --measured has times of its own. Leave out {other.split()[0]} or --measured.\n"
+    assert (code, stdout, stderr) == (2, "", message)
+
+
+@pytest.mark.parametrize(
+    "other",
+    ["--pp 2", "--microbatches 3", "--schedule gpipe", "--compare", "--virtual-stages 2", "--actions all"],
+)
 def test_a_measured_step_has_its_own_schedule(parallel3d, here, other):
     step = measured_step(here / "step.json")
     code, stdout, stderr = parallel3d("schedule", "--measured", str(step), *other.split())
-    option = other.split()[0]
+    option = other if other == "--actions all" else other.split()[0]
     message = f"parallel3d schedule: --measured has a schedule of its own. Leave out {option} or --measured.\n"
     assert (code, stdout, stderr) == (2, "", message)
 
