@@ -1,4 +1,4 @@
-"""A mesh that fails when its groups are there already leaves nobody waiting, and nothing behind."""
+"""What a mesh refuses; and one that fails when its groups are there already leaves nobody waiting, nothing behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from process_groups import manager
 from process_groups.formation import MeshPlan
 from process_groups.manager import form
 from runtime.environment import Nowhere, PrivateFile, RankEnvironment
-from runtime.errors import CommunicationError, Coords, PeerLost
+from runtime.errors import CommunicationError, Coords, InvalidCall, PeerLost
+
+
+def test_a_table_of_strategies_names_none_that_asks_it_again():
+    with pytest.raises(InvalidCall) as caught:
+        MeshPlan(strategy="adaptive", strategy_table=((1024, "ring"), (4096, "adaptive")))
+    assert str(caught.value) == (
+        "strategy_table: 'adaptive' up to 4096 bytes: give one of default, ring, tree, hierarchical."
+    )
 
 
 class FailingGroup:
