@@ -59,6 +59,7 @@ def schedule(
     svg: Annotated[Path | None, typer.Option(help="Also draw it to this file, time to scale.")] = None,
     png: Annotated[Path | None, typer.Option(help="The same as a PNG picture; needs matplotlib.")] = None,
     html: Annotated[Path | None, typer.Option(help="The same as a page, with tables and the critical path.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Also write the table, to be changed and run as csv:PATH.")] = None,
     measured: Annotated[
         Path | None, typer.Option(help="A run's folder, or a measured step: planned beside it, in milliseconds.")
     ] = None,
@@ -82,6 +83,7 @@ def schedule(
                 "--virtual-stages": virtual_stages,
                 "--compare": compare or None,
                 "--actions all": actions is Actions.ALL or None,
+                "--csv": csv,
             }
             for option, value in given.items():
                 if value is not None:
@@ -94,6 +96,7 @@ def schedule(
             others: dict[str, object] = {
                 "--schedule": schedule,
                 "--actions all": actions is Actions.ALL or None,
+                "--csv": csv,
                 **files,
             }
             for option, value in others.items():
@@ -101,7 +104,7 @@ def schedule(
                     raise InvalidCall(f"--compare shows all schedules as a table. Leave out {option} or --compare.")
             _show_comparison(pp, microbatches, virtual_stages, costs, as_json)
             return
-        for option, path in files.items():
+        for option, path in (*files.items(), ("--csv", csv)):
             if path is not None:
                 _check_file(option, path)
         table = table_of(schedule or "1f1b", pp, microbatches, virtual_stages)
@@ -111,6 +114,8 @@ def schedule(
         raise typer.Exit(EXIT_USAGE) from None
     _write_pictures(result, files)
     shown = table.with_communication() if actions is Actions.ALL else table
+    if csv is not None:
+        _write_table(shown, csv)
     if as_json:
         _show_json(shown, result)
     else:
@@ -197,6 +202,16 @@ def _write_pictures(result: Simulation, files: dict[str, Path | None], measured:
         except OSError as error:
             print(f"parallel3d schedule: {option} {path}: {error.strerror}", file=sys.stderr)
             raise typer.Exit(EXIT_ERROR) from None
+
+
+def _write_table(table: Table, path: Path) -> None:
+    from parallel3d.schedules.csv_table import write_csv
+
+    try:
+        write_csv(table, path)
+    except OSError as error:
+        print(f"parallel3d schedule: --csv {path}: {error.strerror}", file=sys.stderr)
+        raise typer.Exit(EXIT_ERROR) from None
 
 
 def _show_json(shown: Table, result: Simulation) -> None:

@@ -638,6 +638,20 @@ def test_a_table_that_waits_for_ever_is_drawn(parallel3d):
 # A run's pipeline
 
 
+def test_a_table_is_written_and_drawn_again(schedule):
+    first = schedule("--schedule zbv --pp 2 --microbatches 4 --csv mine.csv --json")
+    again = json.loads(schedule("--schedule csv:mine.csv --json"))
+    assert again == {**json.loads(first), "schedule": "csv:mine.csv"}
+    schedule("--schedule 1f1b --pp 2 --microbatches 2 --actions all --csv mine.csv")
+    assert "1RECV_F0" in Path("mine.csv").read_text()
+
+
+def test_a_table_that_cannot_be_written(parallel3d, here):
+    code, _, stderr = parallel3d("schedule", "--pp", "2", "--microbatches", "2", "--csv", str(here))
+    assert code == 2
+    assert stderr.startswith(f"parallel3d schedule: --csv {here} can't be written: ")
+
+
 def test_simulate(parallel3d):
     assert parallel3d("simulate", str(MESH), "--transfer", "0.5") == Outcome(
         0,
@@ -810,7 +824,7 @@ def test_a_measured_step_has_its_own_times(parallel3d, here, other):
 
 @pytest.mark.parametrize(
     "other",
-    ["--pp 2", "--microbatches 3", "--schedule gpipe", "--compare", "--virtual-stages 2", "--actions all"],
+    ["--pp 2", "--microbatches 3", "--schedule gpipe", "--compare", "--virtual-stages 2", "--actions all", "--csv a.csv"],
 )
 def test_a_measured_step_has_its_own_schedule(parallel3d, here, other):
     step = measured_step(here / "step.json")
