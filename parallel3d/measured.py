@@ -265,11 +265,10 @@ class Comparison:
         lines.append(f"first late: {self.first_late}" if self.first_late is not None else "nothing came late")
         return "\n".join(lines)
 
-
     def to_json(self) -> dict[str, Any]:
         """Times are seconds."""
         table, late = self.measured.table, self.first_late
-        both = {"planned": self.planned, "measured": self.measured}
+        both: dict[str, Simulation | Measured] = {"planned": self.planned, "measured": self.measured}
         return {
             "schedule": table.schedule,
             "stages": table.stages,

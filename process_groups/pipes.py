@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from process_groups.arena import Mapping
+from process_groups.arena import Mapping, no_memory
 from process_groups.exchange import Exchange
 from process_groups.shared_layout import MESSAGE_WORDS, NUM_MESSAGES
 from process_groups.signals import Abandoned, Patience
@@ -115,7 +115,7 @@ class _Prepared:
         for each in signature:
             made = None if each is None else exchange.own.empty(each[1], each[0])
             if each is not None and made is None:
-                raise CommunicationError(f"no memory for a message of {each[0]} {tuple(each[1])}")
+                raise no_memory(f"a message with {each[0]} {tuple(each[1])}", each[1].numel() * each[0].itemsize)
             self._targets.append(made)
             place = None if made is None or not made.numel() else exchange.own.offset_of(made)
             places.append(0 if place is None else place)

@@ -88,8 +88,8 @@ def schedule(
             for option, value in given.items():
                 if value is not None:
                     raise InvalidCall(f"--measured has a schedule of its own. Leave out {option} or --measured.")
-            if option := costs.changed():
-                raise InvalidCall(f"--measured has times of its own. Leave out {option} or --measured.")
+            if changed := costs.changed():
+                raise InvalidCall(f"--measured has times of its own. Leave out {changed} or --measured.")
             _show_measured(measured, files, as_json)
             return
         if compare:

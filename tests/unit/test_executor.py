@@ -27,7 +27,6 @@ from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, In
 from tests.pipelines import check_every_schedule, loss, make_executor, microbatch, one_process, run_step, stage_module
 from tests.processes import SECONDS
 
-
 RECEIVE = CallPipe.receive
 
 

@@ -168,9 +168,10 @@ def test_files(tmp_path):
 def test_the_last_step_of_a_run(tmp_path):
     """From its trace: of several replicas, tensor-parallel ranks and steps, one pipeline in one step."""
     names = {1: "rank 1 (dp=0 tp=0 pp=0)", 0: "rank 0 (dp=0 tp=0 pp=1)", 2: "rank 2 (dp=1 tp=0 pp=0)"}
+    details = {"waited": 0.001, "cpu": 0.002}
     ranks = {
         rank: [
-            Span(1, str(each), each.kind, step + 0.01 * at, step + 0.01 * at + 0.008, {"step": step, "waited": 0.001, "cpu": 0.002})
+            Span(1, str(each), each.kind, step + 0.01 * at, step + 0.01 * at + 0.008, {"step": step, **details})
             for step in (3, 4)
             for at, each in enumerate(TABLE.columns[column])
         ]

@@ -14,7 +14,7 @@ from process_groups.exchange import Exchange
 from process_groups.pipes import DTYPES, SharedPipe, describe, read_description, signature_of
 from process_groups.shared_layout import MESSAGE_WORDS, NUM_MESSAGES, lay_out
 from process_groups.signals import Patience
-from runtime.errors import DeadlineExceeded, GroupClosed, InvalidCall, PeerLost
+from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, InvalidCall, PeerLost
 from tests.processes import SECONDS
 
 Pipes = tuple[SharedPipe, SharedPipe]
@@ -174,6 +174,17 @@ def test_descriptions():
     assert len(describe(signature_of([torch.ones(1)] * 50), [0] * 50)) <= MESSAGE_WORDS
     with pytest.raises(InvalidCall, match=r"^a stage can't pass torch\.float8_e5m2 on; convert it to one of float32, "):
         describe(signature_of([torch.ones(1).to(torch.float8_e5m2)]), [0])
+
+
+def test_no_memory_for_a_message(ends, monkeypatch):
+    monkeypatch.setattr("process_groups.arena.available_memory", lambda: 3 << 20)
+    with pytest.raises(CommunicationError) as caught:
+        ends.one.send([torch.ones(1024, 1024)])
+    assert str(caught.value) == (
+        "no memory for a message with torch.float32 (1024, 1024) of 4.0 MiB: 3.0 MiB are available here. Give the "
+        "ranks more memory (a container's --memory), start fewer on this host, or make microbatches smaller; with "
+        "comm.backend: gloo nothing is kept in shared memory."
+    )
 
 
 def test_shapes_that_come_and_go(ends):

@@ -824,7 +824,7 @@ def test_a_measured_step_has_its_own_times(parallel3d, here, other):
 
 @pytest.mark.parametrize(
     "other",
-    ["--pp 2", "--microbatches 3", "--schedule gpipe", "--compare", "--virtual-stages 2", "--actions all", "--csv a.csv"],
+    ["--pp 2", "--microbatches 3", "--schedule gpipe", "--compare", "--virtual-stages 2", "--actions all", "--csv a"],
 )
 def test_a_measured_step_has_its_own_schedule(parallel3d, here, other):
     step = measured_step(here / "step.json")
