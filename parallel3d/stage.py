@@ -80,15 +80,23 @@ class Stage:
         """The last stage's backward begins with this."""
         self._kept[microbatch].outputs = (loss,)
 
+    def loss_gradients(self, microbatch: int, weight: float) -> list[torch.Tensor | None]:
+        """What the last stage's backward begins with."""
+        return [torch.full_like(each, weight) for each in self._kept[microbatch].outputs if each.requires_grad]
+
     def outputs(self, microbatch: int) -> list[torch.Tensor]:
         """What the next stage gets, detached; those that need a gradient say so."""
         return [each.detach().requires_grad_(each.requires_grad) for each in self._kept[microbatch].outputs]
 
-    def backward(self, microbatch: int, gradients: Sequence[torch.Tensor | None] | None) -> None:
-        """All of it. `gradients` are those of the outputs that need one; None for the last stage."""
+    def outputs_to_copy(self, microbatch: int) -> Sequence[torch.Tensor]:
+        """The same where only a copy of them goes on."""
+        return self._kept[microbatch].outputs
+
+    def backward(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """All of it. `gradients` are those of the outputs that need one."""
         self._backward(self._kept[microbatch], gradients)
 
-    def input_backward(self, microbatch: int, gradients: Sequence[torch.Tensor | None] | None) -> None:
+    def input_backward(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """What the stage before waits for; the rest is left for `weight_backward`."""
         kept = self._kept[microbatch]
         with collecting(kept.jobs):
@@ -122,14 +130,10 @@ class Stage:
         kept.num_done += 1
 
     @staticmethod
-    def _backward(kept: _Kept, gradients: Sequence[torch.Tensor | None] | None) -> None:
+    def _backward(kept: _Kept, gradients: Sequence[torch.Tensor | None]) -> None:
         needing = [each for each in kept.outputs if each.requires_grad]
-        if gradients is None:
-            pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = [(each, None) for each in needing]
-        else:
-            found = zip(needing, gradients, strict=True)
-            pairs = [(each, gradient) for each, gradient in found if gradient is not None]
         kept.outputs = ()
+        pairs = [pair for pair in zip(needing, gradients, strict=True) if pair[1] is not None]
         if pairs:
             torch.autograd.backward([each for each, _ in pairs], [gradient for _, gradient in pairs])
 

@@ -53,7 +53,7 @@ class Pipe(Protocol):
         """Before a step: so many messages will be received."""
 
     def send(self, message: Message) -> None:
-        """Never waits. The tensors must stay as they are."""
+        """Never waits. The tensors must stay as they are. Not where autograd follows."""
 
     def receive(self, deadline: float, idle: Idle) -> list[torch.Tensor | None]:
         """The next message, in memory of its own; `deadline` is a moment of time.monotonic."""
@@ -125,7 +125,7 @@ class _Prepared:
     def fill(self, message: Message) -> None:
         for target, tensor in zip(self._targets, message, strict=True):
             if target is not None and tensor is not None:
-                target.copy_(tensor.detach())
+                target.copy_(tensor)
 
 
 class SharedPipe:
@@ -203,7 +203,7 @@ class SharedPipe:
     def receive(self, deadline: float, idle: Idle) -> list[torch.Tensor | None]:
         self._wait(self._has_come, deadline, idle)
         message = [
-            None if each is None else each[0].clone().requires_grad_(each[1])
+            None if each is None else each[0].clone().requires_grad_() if each[1] else each[0].clone()
             for each in self._sources(self._headers_of_peer[self._num_received % NUM_MESSAGES])
         ]
         if self._exchange.is_abandoned():  # what a rank that gave up has in its memory may be anything
