@@ -7,6 +7,7 @@ what has come already, and while nothing has, weight gradients that wait for the
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,7 @@ from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, In
 
 _OF_BACKWARDS = frozenset((Kind.B, Kind.I, Kind.W, Kind.SEND_B, Kind.RECV_B, Kind.REDUCE_GRAD))
 _RECEIVES = frozenset((Kind.RECV_F, Kind.RECV_B))
-_PAUSE = 0.001  # seconds between looks whether there is room for the last messages
+_PAUSE = 0.001  # seconds between looks whether there is room for messages that found none
 
 
 class Gradients(Protocol):
@@ -40,7 +41,7 @@ class Gradients(Protocol):
         """Of a step."""
 
     def last_backward(self, stage: int, *, split: bool = False) -> AbstractContextManager[None]:
-        """Around a stage's last backward; `split`: around its weight part."""
+        """Around a stage's last backward; `split`: around its weight part, unless some of that was done before."""
 
     def stage_done(self, stage: int) -> None:
         """All gradients of a stage are there."""
@@ -173,9 +174,18 @@ class Executor:
                 await self._gradients.finish()
         except BaseException as error:
             self._mesh.abort(error if isinstance(error, CommunicationError) else farewell(self._mesh, error))
-            await asyncio.gather(computing, return_exceptions=True)  # it ends soon, for its groups are closed
-            if self._gradients is not None:
-                self._gradients.cancel()
+            seconds = self._group.timeout
+            computing.add_done_callback(_seen)
+            try:
+                await asyncio.wait([computing], timeout=seconds)  # it ends soon, for its groups are closed
+            finally:
+                if self._gradients is not None:
+                    self._gradients.cancel()
+            if not computing.done():
+                error.add_note(
+                    f"The engine thread still computes, {seconds:g} s after the step was given up: it ends when the "
+                    "forward or backward that it is in does."
+                )
             raise
 
     async def measured(self, timed: Sequence[Timed]) -> Measured:
@@ -185,8 +195,8 @@ class Executor:
         if len(hosts) > 1:
             raise InvalidCall(f"measured: the pipeline's ranks are on {len(hosts)} hosts, whose clocks differ.")
         most = max(map(len, self.table.columns))
-        mine = torch.zeros(1, most, 3, dtype=torch.float64, device=self._group.device)
-        mine[0, : len(timed)] = torch.tensor([each[1:4] for each in timed], dtype=torch.float64)
+        mine = torch.zeros(1, most, 4, dtype=torch.float64, device=self._group.device)
+        mine[0, : len(timed)] = torch.tensor([each[1:] for each in timed], dtype=torch.float64)
         rows = (await self._group.all_gather(mine)).tolist()
         times = [row[: len(column)] for row, column in zip(rows, self.table.columns, strict=True)]
         return Measured.of(self.table, times)
@@ -371,7 +381,8 @@ class Begun:
 
     def _weight_backward(self, action: Action) -> None:
         stage, microbatch = self._stages[action.stage], _microbatch(action)
-        with self._executor.around(action):
+        # Who counts what is added in here counts on all of it.
+        with nullcontext() if stage.has_worked_off(microbatch) else self._executor.around(action):
             stage.weight_backward(microbatch)
         self._unfinished.remove((stage, microbatch))
 
@@ -431,15 +442,15 @@ class Begun:
             self._here[receive] = message
         self._num_bytes = _bytes_of(self._here[action])
 
-    def _meanwhile(self) -> bool:
-        """While nothing has come: send on what found no room, and a bit of what waits for its turn."""
-        for pipe in self._executor._pipes.values():
-            pipe.push()
+    def _meanwhile(self) -> float:
+        """While nothing has come: send on what found no room, and a bit of what waits for its turn. Seconds until there
+        is more to do."""
+        is_on_its_way = min([pipe.push() for pipe in self._executor._pipes.values()])
         start = time.monotonic()
-        did_some = any(stage.work_off_one(microbatch) for stage, microbatch in self._unfinished)
-        if did_some:
+        if any(stage.work_off_one(microbatch) for stage, microbatch in self._unfinished):
             self._worked_off += time.monotonic() - start
-        return did_some
+            return 0.0
+        return math.inf if is_on_its_way else _PAUSE
 
     def _too_late(self, action: Action, send: Action, rank: int) -> DeadlineExceeded:
         group = self._executor._group
@@ -456,6 +467,12 @@ class Begun:
 def _stopped_clock() -> float:
     """A look at the processor's own clock takes nearly a microsecond, which nobody pays who does not record."""
     return 0.0
+
+
+def _seen(computing: asyncio.Future[None]) -> None:
+    """Asyncio complains about errors that nobody looked at; what became of a step that was given up is no news."""
+    if not computing.cancelled():
+        computing.exception()
 
 
 def _what_and_where(action: Action) -> tuple[int, int, int]:

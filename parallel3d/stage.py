@@ -45,6 +45,8 @@ class Stage:
         self._forward_seconds = 0.0
         self._job_seconds: dict[int, float] = {}
         """What the n-th job of a microbatch took last time."""
+        self._overwrites = any(getattr(each, "inplace", False) for each in module.modules())
+        """Whether a module in here may write over what it is given; autograd refuses that of a leaf."""
         if splits_backward:
             split_weight_gradients(module)
 
@@ -59,7 +61,7 @@ class Stage:
         kept = self._kept[microbatch] = _Kept(needing)
         self.peak_activations = max(self.peak_activations, len(self._kept))
         start = time.perf_counter()
-        output = self.module(*inputs)
+        output = self.module(*(map(_own_copy, inputs) if self._overwrites else inputs))
         self._forward_seconds = time.perf_counter() - start
         kept.outputs = self.check(output)
         return output
@@ -116,6 +118,10 @@ class Stage:
         self._do_one(kept)
         return True
 
+    def has_worked_off(self, microbatch: int) -> bool:
+        """Whether some of its weight part is done."""
+        return self._kept[microbatch].num_done > 0
+
     def _do_one(self, kept: _Kept) -> None:
         start = time.perf_counter()
         with torch.no_grad():  # a gradient that knew how it was made would keep all of that alive
@@ -138,3 +144,8 @@ class Stage:
     def let_go(self, microbatch: int) -> None:
         """After a whole backward nothing is needed any more."""
         del self._kept[microbatch]
+
+
+def _own_copy(given: torch.Tensor) -> torch.Tensor:
+    """What may be written over; the gradient goes to what was given."""
+    return given.clone() if given.requires_grad else given

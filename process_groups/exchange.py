@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from process_groups.arena import PAGE, Arena, Mapping, join
+from process_groups.arena import PAGE, Arena, Mapping, join, no_memory
 from process_groups.lane import Steps
 from process_groups.reduction import Reducer
 from process_groups.shared_layout import NUM_SLOTS, GroupLayout
 from process_groups.signals import Abandoned, Counter, Sleepers
-from runtime.errors import CommunicationError
 
 _MOST_KNOWN = 512  # shapes whose views are kept: making them would cost more than a small call's own work
 _MOST_JOINED = 64  # shared results that stay mapped, a mapping for each rank
@@ -182,7 +181,7 @@ class Exchange:
             with torch.inference_mode(False):  # it is used by later calls too
                 self._work_space = self.own.empty((num_bytes,), torch.uint8)
             if self._work_space is None:
-                raise CommunicationError(f"no memory for a work space of {num_bytes >> 20} MiB")
+                raise no_memory("a work space", num_bytes)
         return self._work_space
 
     def remembered(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from process_groups.arena import Mapping
+from process_groups.arena import Mapping, no_memory
 from process_groups.exchange import Exchange
 from process_groups.shared_layout import MESSAGE_WORDS, NUM_MESSAGES
 from process_groups.signals import Abandoned, Patience
@@ -39,8 +39,8 @@ _MOST_HEADERS = 1024  # whose meaning is kept
 Message = Sequence[torch.Tensor | None]
 """What is sent: tensors, and None for one that is not there. `requires_grad` travels along."""
 
-Idle = Callable[[], bool]
-"""Does a bit of something else; False when there is nothing to do."""
+Idle = Callable[[], float]
+"""Does a bit of something else; how many seconds later it has more to do: 0 at once, infinity when there is nothing."""
 
 
 class Pipe(Protocol):
@@ -115,7 +115,7 @@ class _Prepared:
         for each in signature:
             made = None if each is None else exchange.own.empty(each[1], each[0])
             if each is not None and made is None:
-                raise CommunicationError(f"no memory for a message of {each[0]} {tuple(each[1])}")
+                raise no_memory(f"a message with {each[0]} {tuple(each[1])}", each[1].numel() * each[0].itemsize)
             self._targets.append(made)
             place = None if made is None or not made.numel() else exchange.own.offset_of(made)
             places.append(0 if place is None else place)
@@ -237,9 +237,9 @@ class SharedPipe:
         """Until `is_over`, which may itself wait until the moment it is given; meanwhile do what is to be done."""
         try:
             while not is_over(0.0):
-                if idle():
+                if not (pause := idle()):
                     continue
-                if is_over(min(deadline, time.monotonic() + _LOOK)):
+                if is_over(min(deadline, time.monotonic() + min(pause, _LOOK))):
                     return
                 if (trouble := self._trouble()) is not None:
                     raise trouble
@@ -312,7 +312,7 @@ class CallPipe:
             self._received.put(error)
 
     def receive(self, deadline: float, idle: Idle) -> list[torch.Tensor | None]:
-        while self._received.empty() and idle():
+        while self._received.empty() and not idle():
             pass
         try:
             found = self._received.get(timeout=max(0.0, deadline - time.monotonic()))
