@@ -11,6 +11,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+# bench/monitoring.py has the name of a package of ours, which shall be found first.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 
 def options(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
@@ -36,7 +39,8 @@ def show(result: Mapping[str, object], lines: Sequence[str], as_json: bool) -> N
 
 def launch(num_ranks: int, script: str, *args: str) -> None:
     """Start a script as ranks and wait for them."""
-    command = [sys.executable, "-m", "parallel3d", "launch", "-n", str(num_ranks), script, *args]
+    runner = str(Path(__file__).with_name("ranks") / "script.py")
+    command = [sys.executable, "-m", "parallel3d", "launch", "-n", str(num_ranks), runner, script, *args]
     subprocess.run(command, check=True, timeout=600)
 
 

@@ -26,8 +26,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this file has the name of a package that is there
-
 from common import median, options, show, wanted
 from watching.rank import TURN_SECONDS, TURNS
 

@@ -2,7 +2,8 @@
 
 python bench/pipeline.py [--json] [--quick]
 
-1. Stages that sleep: 1F1B and GPipe, as a share of the ideal (M+P-1)(F+B) with F and B as measured in the stages;
+1. Stages that sleep: 1F1B and GPipe, as a share of the ideal (M+P-1)(F+B) with F and B as measured in the ranks, around
+   a whole forward with its loss and a whole backward, or around the sleeps alone, and with the nominal ones;
    zero-bubble beside our own 1F1B, with the backward split in halves.
 2. Every schedule with stages that sleep: what the simulator says with the costs that were measured in a step, beside
    the step.
@@ -58,24 +59,33 @@ class Bench:
         return float(await self.mesh.pp.all_reduce(total, op="mean"))
 
     def ours(self, schedule: str, module: nn.Module, microbatches: int, loss: Any) -> Executor:
-        table = build(schedule, self.size, microbatches)
-        stage = Stage(self.me, self.size, module, splits_backward=table.splits_backward)
-        return Executor(self.mesh, table, {self.me: stage}, loss)
+        """As the coordinator makes it for more than one microbatch."""
+        stage = Stage(self.me, self.size, module, splits_backward=True)
+        return Executor(self.mesh, build(schedule, self.size, microbatches), {self.me: stage}, loss)
 
     def ours_of(self, schedule: str, make: Callable[[int], nn.Module], microbatches: int, loss: Any) -> Executor:
         """With as many stages a rank as the schedule needs; `make` is given their number."""
         virtual = 2 if schedule in ("interleaved", "round-robin", "zbv", "dualpipe-v") else 1
         table = build(schedule, self.size, microbatches, virtual)
         stages = {
-            index: Stage(index, table.stages, make(virtual), splits_backward=table.splits_backward)
+            index: Stage(index, table.stages, make(virtual), splits_backward=True)
             for index in table.stages_of_rank(self.me)
         }
         return Executor(self.mesh, table, stages, loss)
 
-    def torchs(self, schedule: str, module: nn.Module, microbatches: int, loss: Any, data: Any) -> Callable[[], Any]:
+    def torchs(
+        self, schedule: str, module: nn.Module, microbatches: int, loss: Any, data: Any, computing: list[float]
+    ) -> Callable[[], Any]:
+        """`computing` gets the seconds of forwards, losses and backwards."""
         stage = pipelining.PipelineStage(module, self.me, self.size, torch.device("cpu"))
         runner = TORCH[schedule](stage, microbatches, loss_fn=loss)
         inputs, targets = (torch.cat(list(each)) for each in data)
+        for owner, name in (
+            (stage, "forward_one_chunk"),
+            (stage, "backward_one_chunk"),
+            (runner, "_maybe_compute_loss"),
+        ):
+            setattr(owner, name, timed(getattr(owner, name), computing))
 
         def step() -> None:
             if self.me == 0:
@@ -88,35 +98,50 @@ class Bench:
         return lambda: self.mesh.compute(step)
 
 
+def timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*args, **kwargs)
+        seconds.append(time.perf_counter() - start)
+        return result
+
+    return call
+
+
 def squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().mean()
 
 
 async def sleeping(bench: Bench, microbatches: int, forward: float, backward: float, rounds: int) -> dict[str, Any]:
     data = [torch.ones(1, 8)] * microbatches, [torch.zeros(1, 8)] * microbatches
-    contestants: dict[str, tuple[Sleeping, Callable[[], Any]]] = {}
-    for schedule in TORCH:
-        module = Sleeping(forward, backward)
+    contestants: dict[str, tuple[Sleeping, list[float], Callable[[], Any]]] = {}
+    for schedule in (*TORCH, "zero-bubble"):
+        module, computing = Sleeping(forward, backward), []
         executor = bench.ours(schedule, module, microbatches, squares)
-        contestants[f"ours {schedule}"] = module, lambda executor=executor: executor.step(*data)
-        module = Sleeping(forward, backward)
-        step = bench.torchs(schedule, module, microbatches, squares, data)
-        contestants[f"torch {schedule}"] = module, step
-    module = Sleeping(forward, backward)
-    zero_bubble = bench.ours("zero-bubble", module, microbatches, squares)
-    contestants["ours zero-bubble"] = module, lambda: zero_bubble.step(*data)
+
+        async def step(executor: Executor = executor, computing: list[float] = computing) -> None:
+            done = await executor.step(*data)
+            computing += [each.end - each.start for each in done.timed if each.action.is_compute]
+
+        contestants[f"ours {schedule}"] = module, computing, step
+        if schedule in TORCH:
+            module, computing = Sleeping(forward, backward), []
+            theirs = bench.torchs(schedule, module, microbatches, squares, data, computing)
+            contestants[f"torch {schedule}"] = module, computing, theirs
     found: dict[str, dict[str, list[float]]] = {
-        name: {"seconds": [], "share": [], "nominal": []} for name in contestants
+        name: {"seconds": [], "share": [], "share_of_sleeps": [], "nominal": []} for name in contestants
     }
+    turns = microbatches + bench.size - 1
     for number in range(rounds + 1):
-        for name, (module, step) in contestants.items():
+        for name, (module, computing, step) in contestants.items():
             seconds = await bench.time(step)
-            slept = await bench.mean(module.seconds())
+            slept, computed = await bench.mean(module.seconds()), await bench.mean(sum(computing) / microbatches)
+            computing.clear()
             if number == 0:
                 continue  # the first makes connections
-            turns = microbatches + bench.size - 1
             found[name]["seconds"].append(seconds)
-            found[name]["share"].append(turns * slept / seconds)
+            found[name]["share"].append(turns * computed / seconds)
+            found[name]["share_of_sleeps"].append(turns * slept / seconds)
             found[name]["nominal"].append(turns * (forward + backward) / seconds)
     gain = [a / b for a, b in zip(found["ours 1f1b"]["seconds"], found["ours zero-bubble"]["seconds"], strict=True)]
     return {
@@ -175,7 +200,7 @@ async def gpt(bench: Bench, sequence: int, rounds: int) -> dict[str, Any]:
         if name != "torch 1f1b"
     }
     steps: dict[str, Callable[[], Any]] = {
-        "torch 1f1b": bench.torchs("1f1b", modules["torch 1f1b"], microbatches, gpt_loss, data)
+        "torch 1f1b": bench.torchs("1f1b", modules["torch 1f1b"], microbatches, gpt_loss, data, [])
     }
     last: dict[str, Any] = {}
     for name, executor in executors.items():
@@ -243,10 +268,12 @@ def lines_of(sleeps: list[dict[str, Any]], every: dict[str, float], gpts: list[d
             f"stages that sleep {each['forward_ms']:g} + {each['backward_ms']:g} ms, {each['ranks']} stages x "
             f"{each['microbatches']} microbatches"
         )
-        lines.append(f"  {'':18} {'ms':>8} {'of ideal, measured':>20} {'of ideal, nominal':>20}")
+        lines.append(f"  {'':18} {'':>8} {'of the ideal with':>20}")
+        lines.append(f"  {'':18} {'ms':>8} {'measured F and B':>20} {'measured sleeps':>20} {'nominal F and B':>20}")
         for name, row in each["contestants"].items():
-            ideal = [f"{100 * row[key]:.1f} %" if name != "ours zero-bubble" else "" for key in ("share", "nominal")]
-            lines.append(f"  {name:18} {row['seconds'] / MS:8.1f} {ideal[0]:>20} {ideal[1]:>20}")
+            shares = [f"{100 * row[key]:18.1f} %" for key in ("share", "share_of_sleeps", "nominal")]
+            ideal = shares if name != "ours zero-bubble" else []
+            lines.append(" ".join([f"  {name:18} {row['seconds'] / MS:8.1f}", *ideal]))
         lines += [f"  our 1f1b over zero-bubble: {each['zero_bubble_gain']:.3f}", ""]
     lines.append("stages that sleep 10 + 20 ms a rank, 4 ranks x 8 microbatches")
     lines.append("  simulated from measured costs, over measured")

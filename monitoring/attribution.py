@@ -15,16 +15,18 @@ A rank alone can only say that it waited. What for follows from the other ranks'
 | MEET          | the last rank arrives                          | waiting     | `optimizer` |
 
 Waiting for other stages is `bubble`; but as much of it as a rank of the pipeline computes longer than the fastest rank
-with the same work is `straggler`. Without a pipeline, all waiting in MEET is. Reductions that overlap computing are in
-no part: only REDUCE, which follows a rank's last action, is exposed. With a single replica it is a hand-over: `other`.
+with the same work is `straggler`. It ends with the pipeline's last action: what a rank waits in MEET after it is
+`straggler` while another pipeline is at work, then the late stage's reduction: `dp_comm`, or `optimizer` with a single
+replica. Without a pipeline, all waiting in MEET is `straggler`. Reductions that overlap computing are in no part: only
+REDUCE, which follows a rank's last action, is exposed. With a single replica it is a hand-over: `other`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 from monitoring.collectives import KINDS as OPS
@@ -46,21 +48,26 @@ def attribute(events: Mapping[int, Sequence[Event]], ranks: Mapping[int, RankFac
     """
     everyone = [RankTimes.of(ranks[rank], events[rank]) for rank in sorted(events)]
     layout = _layout(tuple([each.facts.place for each in everyone]))
+    pipelines = _those(everyone, layout.pipelines)
+    for pipeline in pipelines:
+        _note_window(pipeline)
     for peers in _those(everyone, layout.tensor_peers):
         _share_tensor_waits(peers)
         _share_meetings(peers, Axis.TP, "tp_comm")
     for replicas in _those(everyone, layout.replicas):
         _share_meetings(replicas, Axis.DP, "dp_comm" if len(replicas) > 1 else "other")
-    pipelines = _those(everyone, layout.pipelines)
-    for pipeline in pipelines:
-        _share_meetings(pipeline, Axis.PP, "pp_comm")
-    _share_meetings(everyone, Axis.WORLD, "optimizer")
-    late, lengths = _lateness(_those(everyone, layout.same_work)), dict[int, float]()
+    if layout.has_stages:
+        for pipeline in pipelines:
+            _share_stage_meetings(pipeline, Axis.PP, "pp_comm", "pp_comm")
+        reducing = "dp_comm" if len(pipelines) > len(layout.tensor_peers[0]) else "optimizer"
+        _share_stage_meetings(everyone, Axis.WORLD, "optimizer", reducing)
+    else:
+        _share_meetings(everyone, Axis.WORLD, "optimizer")
+    longer = _longer(_those(everyone, layout.same_work))
     for pipeline in pipelines:
         _share_receives(pipeline)
-        _share_waiting(pipeline, late, is_pipeline=layout.has_stages)
-        lengths |= dict.fromkeys([each.facts.rank for each in pipeline], _length(pipeline))
-    found = tuple([_result(times, lengths[times.facts.rank]) for times in everyone])
+        _share_waiting(pipeline, longer)
+    found = tuple([_result(times, longer[times.facts.rank]) for times in everyone])
     return StepTimes(
         step=everyone[0].step,
         seconds=sum(each.seconds for each in found) / len(found),
@@ -108,23 +115,44 @@ def _share_tensor_waits(peers: Sequence[RankTimes]) -> None:
             each.parts["tp_comm"] += sum(each.waits)
         return
     exchange = sum(map(min, zip(*(each.waits for each in peers), strict=True)))
+    longest = max([sum(each.waits) for each in peers])
     for each in peers:
         each.parts["tp_comm"] += exchange
         each.parts["straggler"] += sum(each.waits) - exchange
+        each.late[Axis.TP] += longest - sum(each.waits)
 
 
 def _share_meetings(peers: Sequence[RankTimes], axis: Axis, part: str) -> None:
-    """Until the last one comes, ranks wait for it; what is left is the part."""
-    for number in range(max([len(each.meetings[axis]) for each in peers])):
-        there = [each for each in peers if len(each.meetings[axis]) > number]
-        last = max(each.meetings[axis][number][0] for each in there)
-        for each in there:
-            early, rest = _split(each.meetings[axis][number], last)
+    """Of ranks that have the same to do: until the last one comes, they wait for it; what is left is the part."""
+    for there in _meetings(peers, axis):
+        first, last = min([start for _, (start, _) in there]), max([start for _, (start, _) in there])
+        for each, span in there:
+            early, rest = _split(span, last)
+            each.parts["straggler"] += early
             each.parts[part] += rest
-            if axis in (Axis.DP, Axis.TP):
-                each.parts["straggler"] += early
-            else:  # of another stage
-                each.waiting += early
+            each.late[axis] += span[0] - first
+
+
+def _share_stage_meetings(peers: Sequence[RankTimes], axis: Axis, part: str, reducing: str) -> None:
+    """Of different stages: while its pipeline is at work, a rank waits as the schedule has it; then, for pipelines that
+    are slower; and then for stages that are not through with `reducing`."""
+    all_done = max([each.pipeline[1] for each in peers])
+    for there in _meetings(peers, axis):
+        last = max([start for _, (start, _) in there])
+        for each, span in there:
+            early, rest = _split(span, last)
+            scheduled = _overlap((span[0], span[0] + early), each.pipeline)
+            slower = _overlap((span[0], span[0] + early), (each.pipeline[1], all_done))
+            each.waiting += scheduled
+            each.parts["straggler"] += slower
+            each.parts[reducing] += early - scheduled - slower
+            each.parts[part] += rest
+
+
+def _meetings(peers: Iterable[RankTimes], axis: Axis) -> Iterator[list[tuple[RankTimes, Span]]]:
+    """One after the other: those who came, and when."""
+    spans = [[(each, span) for span in each.meetings[axis]] for each in peers]
+    return ([each for each in row if each is not None] for row in zip_longest(*spans))
 
 
 def _split(span: Span, moment: float) -> Span:
@@ -132,6 +160,10 @@ def _split(span: Span, moment: float) -> Span:
     start, end = span
     before = min(max(moment - start, 0.0), end - start)
     return before, end - start - before
+
+
+def _overlap(one: Span, other: Span) -> float:
+    return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
 
 
 def _share_receives(pipeline: Sequence[RankTimes]) -> None:
@@ -146,33 +178,36 @@ def _share_receives(pipeline: Sequence[RankTimes]) -> None:
             each.parts["pp_comm"] += min(rest, rest + early - worked)
 
 
-def _share_waiting(pipeline: Sequence[RankTimes], late: Mapping[int, float], is_pipeline: bool) -> None:
-    latest = sorted([late[each.facts.rank] for each in pipeline], reverse=True)
+def _share_waiting(pipeline: Sequence[RankTimes], longer: Mapping[int, float]) -> None:
+    most = sorted([longer[each.facts.rank] for each in pipeline], reverse=True)
     for each in pipeline:
-        others = latest[0] if late[each.facts.rank] < latest[0] else (latest[1:] or [0.0])[0]
-        straggler = min(each.waiting, others) if is_pipeline else each.waiting
+        others = most[0] if longer[each.facts.rank] < most[0] else (most[1:] or [0.0])[0]
+        straggler = min(each.waiting, others)
         each.parts["straggler"] += straggler
         each.parts["bubble"] += each.waiting - straggler
 
 
-def _lateness(with_same_work: Iterable[Sequence[RankTimes]]) -> dict[int, float]:
+def _longer(with_same_work: Iterable[Sequence[RankTimes]]) -> dict[int, float]:
     """By how much each rank computes longer than the fastest one with the same work."""
-    late: dict[int, float] = {}
+    longer: dict[int, float] = {}
     for same in with_same_work:
         least = min([each.compute_wall for each in same])
         for each in same:
-            late[each.facts.rank] = each.compute_wall - least
-    return late
+            longer[each.facts.rank] = each.compute_wall - least
+    return longer
 
 
-def _length(pipeline: Iterable[RankTimes]) -> float:
-    """From its first action's start to its last one's end."""
+def _note_window(pipeline: Iterable[RankTimes]) -> None:
     spans = [each.actions for each in pipeline if each.actions is not None]
-    return max([end for _, end in spans]) - min([start for start, _ in spans]) if spans else 0.0
+    if spans:
+        window = min([start for start, _ in spans]), max([end for _, end in spans])
+        for each in pipeline:
+            each.pipeline = window
 
 
-def _result(times: RankTimes, pipeline: float) -> RankStep:
+def _result(times: RankTimes, longer: float) -> RankStep:
     parts = TimeParts(tuple([max(0.0, times.parts[part]) for part in PARTS]))
+    explained = parts["straggler"] + parts["data"] + parts["checkpoint"] + longer
     return RankStep(
         rank=times.facts.rank,
         seconds=times.seconds,
@@ -181,7 +216,8 @@ def _result(times: RankTimes, pipeline: float) -> RankStep:
         compute_wall=times.compute_wall,
         compute_cpu=times.compute_cpu,
         core_wait=times.core_wait,
-        pipeline=pipeline,
+        pipeline=times.pipeline[1] - times.pipeline[0],
+        lateness=max(0.0, max(times.late.values()) - explained),
         stages={stage: StageSeconds(*seconds) for stage, seconds in sorted(times.stages.items())},
     )
 

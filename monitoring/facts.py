@@ -26,7 +26,7 @@ class RankFacts:
     parameters: int = 0
     """Numbers that it trains."""
     num_cores: int = 0
-    """Of its host, as far as the rank may use them."""
+    """Of its host, as far as the rank may use them and its control groups let it. 0: not known."""
 
     @property
     def is_cpu(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import time
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -40,11 +39,11 @@ class RunMetrics(Collector):
     def __init__(
         self,
         observer: Observer,
-        lost_events: Callable[[], Mapping[int, int]] = dict,
         has_failed: Callable[[], bool] = bool,
+        on_collect: Callable[[], None] = lambda: None,
     ) -> None:
-        """lost_events: by rank, on their way to the observer."""
-        self._observer, self._lost_events, self._has_failed = observer, lost_events, has_failed
+        """on_collect: called each time that all was told."""
+        self._observer, self._has_failed, self._on_collect = observer, has_failed, on_collect
         self._durations = [0] * len(STEP_BOUNDS)
         self._last_step: float | None = None
         self._severities: dict[str, str] = {}
@@ -63,6 +62,7 @@ class RunMetrics(Collector):
         yield from self._bottlenecks()
         yield from self._exchanges()
         yield from self._health()
+        self._on_collect()
 
     def _identity(self) -> Iterator[Metric]:
         observer, facts = self._observer, self._observer.facts
@@ -145,8 +145,8 @@ class RunMetrics(Collector):
         yield _number("memory_budget_bytes", observer.facts.memory_budget or None)
         yield _numbers("data_queue_batches", [((rank,), mean) for rank, mean in sorted(observer.queue.items())])
         yield _number("data_queue_capacity_batches", observer.queue_capacity)
-        dropped = Counter(observer.dropped) + Counter(self._lost_events())
-        yield _numbers("events_dropped_total", [((rank,), dropped[rank]) for rank in sorted(observer.ranks)])
+        dropped = [((rank,), observer.dropped.get(rank, 0)) for rank in sorted(observer.ranks)]
+        yield _numbers("events_dropped_total", dropped)
         yield _number("steps_incomplete_total", observer.incomplete)
         seen = sorted(observer.last_seen.items())
         yield _numbers("rank_last_report_timestamp_seconds", [((rank,), moment) for rank, moment in seen])

@@ -45,6 +45,9 @@ class RankStep:
     """Of `other`: computing without a core. 0 on devices other than the processor."""
     pipeline: float
     """From the step's first action in this rank's pipeline to the last end of all its ranks."""
+    lateness: float = 0.0
+    """By how much ranks with the same work came earlier to where they meet, as far as nothing known explains it:
+    neither waits for others, nor data, saving or longer computing."""
     stages: Mapping[int, StageSeconds] = field(default_factory=dict)
 
     @property
@@ -138,8 +141,8 @@ class Window:
     traffic: tuple[AxisTraffic, ...] = ()
     stragglers: tuple[Straggler, ...] = ()
     """Named by the detector."""
-    lag: LagHistogram | None = None
-    """Of all ranks' event loops, within the window."""
+    lag: Mapping[int, LagHistogram] = field(default_factory=dict)
+    """Of ranks' event loops, lately."""
     queue: Mapping[int, float] = field(default_factory=dict)
     """Mean number of batches that wait in a rank's queue when it asks for one."""
 
@@ -153,7 +156,8 @@ class Straggler:
     """Own speed over what is compared with."""
     compared_with: str
     """`peers`: ranks with the same work. `itself`: its own earlier steps. `processor`: it had a core for less of its
-    computing than other ranks."""
+    computing than other ranks. `arrival`: it comes late to where ranks meet, for a reason other than its computing,
+    its data or its saving."""
     since_step: int
     host: str | None = None
     """Where all ranks of a host, and none elsewhere, are slow."""

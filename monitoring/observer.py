@@ -126,6 +126,7 @@ class Observer:
 
     def finish(self) -> None:
         """No message comes any more: rules look once again."""
+        self._timeline.flush()
         self._look()
         self._tell()
 
@@ -195,7 +196,7 @@ class Observer:
                 self.scores,
                 self.stragglers,
                 self.peak_memory,
-                self._recent_lag.histogram(self._clock()),
+                self._recent_lag.histograms(self._clock()),
                 {rank: sum(means) / len(means) for rank, means in self._queues.items()},
             )
         return self._window
@@ -239,7 +240,10 @@ class Observer:
         self._news.append(("step", step.to_json()))
 
     def _take_events(self, rank: int, message: Mapping[str, Any]) -> None:
-        self.dropped[rank] = count(message["dropped"])
+        dropped = count(message["dropped"])
+        if dropped > self.dropped.get(rank, 0):
+            self._timeline.lose(rank)
+        self.dropped[rank] = dropped
         events = list(unpack(base64.b64decode(message["data"], validate=True)))
         offset = self._offsets.get(rank, 0.0)
         if offset:

@@ -55,8 +55,13 @@ class RankTimes:
     of it."""
     waiting: float = 0.0
     """For other stages."""
+    late: dict[Axis, float] = field(default_factory=lambda: dict.fromkeys(Axis, 0.0))
+    """How much earlier others with the same work came to where they meet along an axis. Whoever is late along one holds
+    up ranks that are late along another then, so the most of them counts, and not their sum."""
     actions: Span | None = None
     """From the first one's start to the last one's end."""
+    pipeline: Span = (0.0, 0.0)
+    """The same of all ranks of its pipeline."""
     calls: list[Event] = field(default_factory=list)
     """That moved bytes: collectives, and messages to other stages."""
 

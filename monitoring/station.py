@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from monitoring.endpoint import Endpoint
 from monitoring.events import RECORD_BYTES
+from monitoring.scrapes import Scrapes
 from monitoring.service import Service, complain
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ class Observes(Protocol):
 
 
 class Inbox:
-    """Messages until somebody takes them: bounded, and it forgets the oldest. Safe between threads."""
+    """Messages until somebody takes them: bounded, and it forgets the oldest; a rank's next events then tell of those
+    that were dropped here too. Safe between threads."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes, self._num_bytes = most_bytes, 0
@@ -63,17 +65,18 @@ class Inbox:
         if message.get("kind") == "events" and isinstance(data, str):
             self._lost_events[rank] += len(data) * 3 // 4 // RECORD_BYTES
 
-    def lost_events(self) -> dict[int, int]:
-        """By rank: those in messages that were forgotten."""
-        with self._lock:
-            return dict(self._lost_events)
-
     def get(self, at_most: int) -> list[tuple[int, Message]]:
         """The oldest that wait."""
         with self._lock:
             taken = [self._waiting.popleft() for _ in range(min(at_most, len(self._waiting)))]
             self._num_bytes -= sum(size for _, _, size in taken)
-        return [(rank, message) for rank, message, _ in taken]
+            return [(rank, self._with_losses(rank, message)) for rank, message, _ in taken]
+
+    def _with_losses(self, rank: int, message: Message) -> Message:
+        lost, dropped = self._lost_events[rank], message.get("dropped")
+        if lost and message.get("kind") == "events" and isinstance(dropped, int):
+            return {**message, "dropped": dropped + lost}
+        return message
 
 
 def _size(message: Message) -> int:
@@ -96,6 +99,7 @@ class Station:
         self._observers = observers
         self.status, self.error = "running", ""
         self.inbox = inbox or Inbox()
+        self.scrapes = Scrapes()
         self.failures = 0
         """Of observers: bugs of ours, which must not end a run."""
         self.on_status: list[Callable[[str, str], None]] = []

@@ -1,16 +1,20 @@
-"""Which ranks are slow, step after step: by what they compute themselves, never by how long a step takes them.
+"""Which ranks are slow, step after step: by what they do themselves, never by how long a step takes them.
 
 A collective makes all ranks' steps equally long, so each rank's own forwards and backwards are compared, without its
-waits for others. A rank's score is its own speed over what could be expected of it, the least of three:
+waits for others, and when it comes to where ranks meet. A rank's score is its own speed over what could be expected of
+it, the least of four:
 
 | compared with | expected                                                                                 |
 |---------------|------------------------------------------------------------------------------------------|
 | `peers`       | the fastest rank with the same work                                                      |
 | `itself`      | its own best median so far, if no rank with the same work reaches its own, but others do |
 | `processor`   | the share of its computing in which the best rank had a core                             |
+| `arrival`     | a step without what others wait for it, and its computing, data and saving don't explain |
 
-Where a host has more ranks than cores, ranks take turns: there only processor time is compared, and `processor` not at
-all. A rank is named once its score was below 0.67 in three steps on end, and no more after three of 0.8 and above.
+Where a host has more ranks than cores, ranks take turns: there only processor time is compared, and `processor` and
+`arrival` not at all.
+
+A rank is named once its score was below 0.67 in three steps on end, and no more after three of 0.8 and above.
 """
 
 from __future__ import annotations
@@ -70,6 +74,7 @@ class StragglerDetector:
             "peers": _against_peers(own, ranks),
             "itself": self._against_habits(own, ranks),
             "processor": _over_best(_core_shares(steps, ranks, crowded)),
+            "arrival": {each.rank: _punctuality(each) for each in steps if ranks[each.rank].host not in crowded},
         }
         return {rank: min((found.get(rank, 1.0), name) for name, found in scores.items()) for rank in own}
 
@@ -126,10 +131,12 @@ class _Habit:
 
 
 def crowded_hosts(ranks: Iterable[RankFacts]) -> frozenset[str]:
-    """Those that have more ranks than cores."""
-    everyone = list(ranks)
-    counts = Counter(facts.host for facts in everyone if facts.is_cpu)
-    return frozenset(f.host for f in everyone if 0 < f.num_cores < counts[f.host])
+    """Those that have more ranks than cores. What one rank alone may not use, others can."""
+    counts, cores = Counter[str](), dict[str, int]()
+    for facts in ranks:
+        counts[facts.host] += facts.is_cpu
+        cores[facts.host] = max(facts.num_cores, cores.get(facts.host, 0))
+    return frozenset(host for host, count in counts.items() if 0 < cores[host] < count)
 
 
 def _seconds(step: RankStep, facts: RankFacts, crowded: frozenset[str]) -> float:
@@ -155,6 +162,11 @@ def _core_shares(
         if facts.is_cpu and facts.num_cores and facts.host not in crowded and step.compute_wall > 0:
             found[step.rank] = min(1.0, step.compute_cpu / step.compute_wall)
     return found
+
+
+def _punctuality(step: RankStep) -> float:
+    """What the step would have taken had it come with the others, over what it took."""
+    return max(0.0, 1 - step.lateness / step.seconds) if step.seconds > 0 else 1.0
 
 
 def _over_best(values: Mapping[int, float]) -> dict[int, float]:

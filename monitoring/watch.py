@@ -47,5 +47,5 @@ def _make_app(
     from monitoring.server import make_app
 
     assert endpoint is not None
-    metrics = RunMetrics(observer, station.inbox.lost_events, lambda: station.status in _BROKEN)
+    metrics = RunMetrics(observer, lambda: station.status in _BROKEN, station.scrapes.note)
     return make_app(endpoint, metrics, routes(station, observer) if routes is not None else (), targets)

@@ -35,7 +35,7 @@ class LatestSteps:
         scores: Mapping[int, float],
         stragglers: Sequence[Straggler] = (),
         memory: Mapping[int, int] | None = None,
-        lag: LagHistogram | None = None,
+        lag: Mapping[int, LagHistogram] | None = None,
         queue: Mapping[int, float] | None = None,
     ) -> Window:
         """With what is known besides the steps; memory: the most that each rank had, in bytes."""
@@ -52,7 +52,7 @@ class LatestSteps:
             parts=mean_of([step.parts for step in self._steps]),
             traffic=_mean_traffic(self._steps),
             stragglers=tuple(stragglers),
-            lag=lag,
+            lag=dict(lag or {}),
             queue=dict(queue or {}),
         )
 

@@ -22,6 +22,7 @@ from parallel3d.data.queue_depths import QueueDepths
 from parallel3d.executor import Begun, Executor
 from parallel3d.gradient_sync import farewell
 from parallel3d.learning_rate import learning_rate
+from parallel3d.losses import per_one
 from parallel3d.measured import Measured
 from parallel3d.optimizer import Optimizer, Taken
 from parallel3d.performance import Performance, TrainStep, core_wait
@@ -34,7 +35,7 @@ from parallel3d.sharding import Shards
 from parallel3d.step_events import Span, StepEvents, StepMoments
 from parallel3d.whole_weights import gather_weights
 from process_groups.tensor_exchange import Outcome
-from runtime.errors import CommunicationError, InvalidCall, NonFiniteGradient, name_rank
+from runtime.errors import CommunicationError, InvalidCall, NonFiniteGradient, PeerRefused, name_rank
 from runtime.log_context import bind_step
 
 
@@ -182,7 +183,7 @@ class Coordinator:
 
     async def train_step(self, batch: Batch | tuple[Any, Any]) -> TrainStep:
         """Forward, backward and update, all microbatches of the batch. The loss is the whole mesh's on every rank."""
-        self._refuse_between_passes("train_step")
+        self._refuse_before_update("train_step")
         bind_step(self.step)
         start = time.monotonic()
         under_way = await self._start(self._executor, batch)
@@ -239,21 +240,21 @@ class Coordinator:
     async def eval_step(self, batch: Batch | tuple[Any, Any]) -> float:
         """The loss of a batch, without gradients and without dropout."""
         self._refuse_between_passes("eval_step")
-        modules = [stage.module for stage in self._part.stages.values()]
-        for module in modules:
-            module.eval()
+        modes = [(module, module.training) for stage in self._part.stages.values() for module in stage.module.modules()]
+        for module, _ in modes:
+            module.training = False
         try:
             under_way = await self._start(self._evaluator, batch)
             async with self._closing_on_failure():
                 await under_way.begun.finish()
                 return await self._settle_loss(under_way)
         finally:
-            for module in modules:
-                module.train()
+            for module, was_training in modes:
+                module.training = was_training
 
     async def forward_pass(self, batch: Batch | tuple[Any, Any]) -> float:
         """All forwards of a step; gives its loss. `backward_pass` and `optimizer_step` are to follow."""
-        self._refuse_between_passes("forward_pass")
+        self._refuse_before_update("forward_pass")
         under_way = await self._start(self._executor_apart, batch)
         async with self._closing_on_failure():
             await under_way.begun.forward()
@@ -298,6 +299,15 @@ class Coordinator:
         if self._begun is not None:
             raise InvalidCall(f"{call}: a forward_pass waits for its backward_pass.")
 
+    def _refuse_before_update(self, call: str) -> None:
+        """Gradients of another pass would take their place, or be added to them."""
+        self._refuse_between_passes(call)
+        if self._reduced is not None:
+            raise InvalidCall(
+                f"{call}: gradients wait for their optimizer_step. To accumulate over several batches, make "
+                "train.batch_size and pipeline.microbatches larger."
+            )
+
     async def _start(self, executor: Executor, batch: Batch | tuple[Any, Any]) -> _Pass:
         """A batch that one replica refuses is refused by all, or they would go on with different steps."""
         refusal: InvalidCall | None = None
@@ -319,8 +329,10 @@ class Coordinator:
         if refusal is not None:
             raise refusal
         if any(refused):
-            raise InvalidCall(f"the replica at dp={refused.index(1)} refuses its part of this step's batch.")
-        weight = 1.0 if known is None else 1.0 / max(count, 1.0)
+            coords = self.mesh.coords._replace(dp=refused.index(1))
+            message = f"the replica at dp={coords.dp} refuses its part of this step's batch."
+            raise PeerRefused(message, rank=self.mesh.topology.rank(coords))
+        weight = 1.0 if known is None else per_one(count)
         num = executor.table.microbatches
         parts = _cut(inputs, num), _cut(targets, num)
         begun = executor.begin(*parts, [weight] * num)
@@ -356,15 +368,15 @@ class Coordinator:
         except (TypeError, ValueError):
             raise InvalidCall(f"a batch is (inputs, targets), not {type(batch).__name__}.") from None
         tensors = inputs if isinstance(inputs, tuple | list) else (inputs,)
-        train, dp = self.config.train, self.mesh.dp.size
+        batch_size, dp = self.config.batch_size, self.mesh.dp.size
         for name, tensor in (*(("inputs", each) for each in tensors), ("targets", targets)):
             if not isinstance(tensor, torch.Tensor) or not tensor.dim():
                 found = type(tensor).__name__ if not isinstance(tensor, torch.Tensor) else "a single number"
                 raise InvalidCall(f"the batch's {name}: a tensor with a row a sample is needed, not {found}.")
-            if len(tensor) * dp != train.batch_size:
+            if len(tensor) * dp != batch_size:
                 raise InvalidCall(
                     f"the batch's {name} are {len(tensor)} samples of shape {tuple(tensor.shape[1:])}; a replica's "
-                    f"part is train.batch_size({train.batch_size}) / dp({dp}) = {(train.batch_size or 0) // dp}."
+                    f"part is train.batch_size({batch_size}) / dp({dp}) = {batch_size // dp}."
                 )
             if tensor.is_floating_point() and not tensor.isfinite().all():
                 row = int((~tensor.isfinite()).reshape(len(tensor), -1).any(1).nonzero()[0])
@@ -406,7 +418,7 @@ class _Pass:
     def scale(self, sums: Sequence[float]) -> float:
         """What loss and gradients are still to be multiplied with, by the sums of what ranks told: 1, unless only the
         loss function knew how much it counts."""
-        return 1.0 / max(sums[1], 1.0) if self._counts_later else 1.0
+        return per_one(sums[1]) if self._counts_later else 1.0
 
 
 def _cut(values: Any, num_microbatches: int) -> list[Any]:

@@ -7,6 +7,7 @@ what has come already, and while nothing has, weight gradients that wait for the
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,7 @@ from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, In
 
 _OF_BACKWARDS = frozenset((Kind.B, Kind.I, Kind.W, Kind.SEND_B, Kind.RECV_B, Kind.REDUCE_GRAD))
 _RECEIVES = frozenset((Kind.RECV_F, Kind.RECV_B))
-_PAUSE = 0.001  # seconds between looks whether there is room for the last messages
+_PAUSE = 0.001  # seconds between looks whether there is room for messages that found none
 
 
 class Gradients(Protocol):
@@ -40,7 +41,7 @@ class Gradients(Protocol):
         """Of a step."""
 
     def last_backward(self, stage: int, *, split: bool = False) -> AbstractContextManager[None]:
-        """Around a stage's last backward; `split`: around its weight part."""
+        """Around a stage's last backward; `split`: around its weight part, unless some of that was done before."""
 
     def stage_done(self, stage: int) -> None:
         """All gradients of a stage are there."""
@@ -117,6 +118,8 @@ class Executor:
         """From each peer, what its messages are, in order."""
         peers = [rank for rank in self._incoming if self._incoming[rank] or self._received_from(self._column, rank)]
         self._pipes: dict[int, Pipe] = {rank: mesh.pp.pipe(rank) for rank in peers}
+        self._ends = {action: end for action in self._column if (end := self._other_end(action)) is not None}
+        """Of each send and receive: the peer, and the receive or send there."""
         self._events = [_what_and_where(action) for action in self._column]
         self._calls = 0 if any(pipe.is_told_by_group for pipe in self._pipes.values()) else 1
         """Of each action's event."""
@@ -126,11 +129,19 @@ class Executor:
         self._is_forward_only = self._num_forward == len(kinds)
         last = {action.stage: action for action in self._column if action.kind in (Kind.B, Kind.W)}
         self._last_backwards = frozenset(last.values())
+        last_sends = {each.stage: each for column in self.table.columns for each in column if each.kind is Kind.SEND_B}
+        self._loss_sends = frozenset(last_sends.values())
+        """What the loss goes along with, from the last stage to the first: when a stage sends its last gradients, the
+        last stage has all losses, and the others have the gradients that they came with."""
 
     def _received_from(self, column: Sequence[Action], rank: int) -> list[Action]:
         """The receives in which a column's sends to a rank end, in order."""
         receives = (receive for action in column if (receive := receive_of(action)) is not None)
         return [receive for receive in receives if self.table.rank_of_stage[receive.stage] == rank]
+
+    def _other_end(self, action: Action) -> tuple[int, Action] | None:
+        other = receive_of(action) or send_of(action)
+        return None if other is None else (self.table.rank_of_stage[other.stage], other)
 
     async def step(self, inputs: Sequence[Any], targets: Sequence[Any], weights: Sequence[float] | None = None) -> Step:
         """Forward and backward of all microbatches; gradients are added to the parameters' `.grad`.
@@ -139,10 +150,11 @@ class Executor:
         """
         begun = self.begin(inputs, targets, weights)
         await begun.finish()
-        return Step(await self._share_loss(begun.loss), tuple(begun.timed), self._peaks())
+        loss = await self._share_loss(begun.loss) if self._is_forward_only else begun.loss
+        return Step(loss, tuple(begun.timed), self._peaks())
 
     def begin(self, inputs: Sequence[Any], targets: Sequence[Any], weights: Sequence[float] | None = None) -> Begun:
-        """A step that is carried out piece by piece, and whose loss stays on the last stage's rank."""
+        """A step that is carried out piece by piece."""
         num = self.table.microbatches
         weights = [1.0 / num] * num if weights is None else weights
         for name, given in (("inputs", inputs), ("targets", targets), ("weights", weights)):
@@ -162,9 +174,18 @@ class Executor:
                 await self._gradients.finish()
         except BaseException as error:
             self._mesh.abort(error if isinstance(error, CommunicationError) else farewell(self._mesh, error))
-            await asyncio.gather(computing, return_exceptions=True)  # it ends soon, for its groups are closed
-            if self._gradients is not None:
-                self._gradients.cancel()
+            seconds = self._group.timeout
+            computing.add_done_callback(_seen)
+            try:
+                await asyncio.wait([computing], timeout=seconds)  # it ends soon, for its groups are closed
+            finally:
+                if self._gradients is not None:
+                    self._gradients.cancel()
+            if not computing.done():
+                error.add_note(
+                    f"The engine thread still computes, {seconds:g} s after the step was given up: it ends when the "
+                    "forward or backward that it is in does."
+                )
             raise
 
     async def measured(self, timed: Sequence[Timed]) -> Measured:
@@ -174,8 +195,8 @@ class Executor:
         if len(hosts) > 1:
             raise InvalidCall(f"measured: the pipeline's ranks are on {len(hosts)} hosts, whose clocks differ.")
         most = max(map(len, self.table.columns))
-        mine = torch.zeros(1, most, 3, dtype=torch.float64, device=self._group.device)
-        mine[0, : len(timed)] = torch.tensor([each[1:4] for each in timed], dtype=torch.float64)
+        mine = torch.zeros(1, most, 4, dtype=torch.float64, device=self._group.device)
+        mine[0, : len(timed)] = torch.tensor([each[1:] for each in timed], dtype=torch.float64)
         rows = (await self._group.all_gather(mine)).tolist()
         times = [row[: len(column)] for row, column in zip(rows, self.table.columns, strict=True)]
         return Measured.of(self.table, times)
@@ -220,7 +241,9 @@ class Begun:
         """What has come, by the receive that waits for it."""
         self._unfinished: deque[tuple[Stage, int]] = deque()
         """Whose weight part is still to come, oldest first."""
-        self._losses: list[torch.Tensor] = []
+        self._losses: list[tuple[torch.Tensor, float]] = []
+        """With their weights."""
+        self._told_loss: torch.Tensor | None = None
         self._num_bytes = 0
         """Of the message that was sent or received last."""
         self._worked_off = 0.0
@@ -268,9 +291,10 @@ class Begun:
             pipe.expect(len(self._incoming[rank]))
 
     def _carry_out(self, end: int) -> None:
-        """An action begins where the one before has ended, so that clocks are read once for each."""
+        """An action begins where the one before has ended, so that clocks are read once for each. Only forwards are
+        followed by autograd, so that messages can be copied as they are."""
         executor, waited_for_peers, processor = self._executor, self._executor._waited, self._executor._processor
-        with torch.set_grad_enabled(not executor._is_forward_only):
+        with torch.no_grad():
             start, waited, cpu = time.monotonic(), waited_for_peers(), processor()
             for at in range(len(self.timed), end):
                 action, worked_off = executor._column[at], self._worked_off
@@ -303,8 +327,17 @@ class Begun:
 
     @property
     def loss(self) -> float:
-        """Of the last stage; 0 on ranks that don't have it."""
-        return float(sum(each.double() for each in self._losses))
+        """Of the whole pipeline once a backward has ended; before that 0 on ranks that don't have the last stage."""
+        return float(self._loss())
+
+    def _loss(self) -> torch.Tensor:
+        if self._told_loss is not None:
+            return self._told_loss
+        device = self._executor._group.device
+        if not self._losses:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        losses, weights = zip(*self._losses, strict=True)
+        return torch.stack(losses).double().view(-1).dot(torch.tensor(weights, dtype=torch.float64, device=device))
 
     # Computing.
 
@@ -315,13 +348,13 @@ class Begun:
             inputs = list(given) if isinstance(given, tuple | list) else [given]
         else:
             inputs = [each for each in self._taken(Kind.RECV_F, stage.index, microbatch) if each is not None]
-        with self._executor.autocasting():
+        with torch.set_grad_enabled(not self._executor._is_forward_only), self._executor.autocasting():
             output = stage.forward(microbatch, inputs)
             if stage.is_last:
-                loss = self._executor._loss(output, self._targets[microbatch]) * self._weights[microbatch]
+                loss = self._executor._loss(output, self._targets[microbatch])
         if stage.is_last:
             stage.set_loss(microbatch, loss)
-            self._losses.append(loss.detach())
+            self._losses.append((loss.detach(), self._weights[microbatch]))
         elif self._table.crosses_ranks(stage.index):
             return  # kept until it is sent
         else:
@@ -348,7 +381,8 @@ class Begun:
 
     def _weight_backward(self, action: Action) -> None:
         stage, microbatch = self._stages[action.stage], _microbatch(action)
-        with self._executor.around(action):
+        # Who counts what is added in here counts on all of it.
+        with nullcontext() if stage.has_worked_off(microbatch) else self._executor.around(action):
             stage.weight_backward(microbatch)
         self._unfinished.remove((stage, microbatch))
 
@@ -356,8 +390,11 @@ class Begun:
         if self._executor._gradients is not None:
             self._executor._gradients.stage_done(action.stage)
 
-    def _gradients(self, stage: Stage, microbatch: int) -> list[torch.Tensor | None] | None:
-        return None if stage.is_last else self._taken(Kind.RECV_B, stage.index, microbatch)
+    def _gradients(self, stage: Stage, microbatch: int) -> list[torch.Tensor | None]:
+        """Of the stage's outputs, or of its loss: that is the loss's weight."""
+        if stage.is_last:
+            return stage.loss_gradients(microbatch, self._weights[microbatch])
+        return self._taken(Kind.RECV_B, stage.index, microbatch)
 
     def _pass_gradients_on(self, stage: Stage, microbatch: int) -> bool:
         """To the stage before, if that is here; True where they are to be sent."""
@@ -375,45 +412,45 @@ class Begun:
 
     def _send_forward(self, action: Action) -> None:
         stage, microbatch = self._stages[action.stage], _microbatch(action)
-        self._send(action, stage.outputs(microbatch))
+        self._send(action, stage.outputs_to_copy(microbatch))
         self._let_go_if_no_backward_comes(stage, microbatch)
 
     def _send_backward(self, action: Action) -> None:
         """First the send, for which another stage waits; then what takes time here."""
         stage, microbatch = self._stages[action.stage], _microbatch(action)
-        self._send(action, stage.input_gradients(microbatch))
+        gradients = stage.input_gradients(microbatch)
+        self._send(action, [*gradients, self._loss()] if action in self._executor._loss_sends else gradients)
         if (stage, microbatch) not in self._unfinished:
             stage.let_go(microbatch)
 
     def _send(self, send: Action, message: Message) -> None:
-        receive = receive_of(send)
-        assert receive is not None
-        self._executor._pipes[self._table.rank_of_stage[receive.stage]].send(message)
+        self._executor._pipes[self._executor._ends[send][0]].send(message)
         self._num_bytes = _bytes_of(message)
 
     def _receive(self, action: Action) -> None:
         """Messages of a peer come in its order; those that are for later are put aside."""
-        send = send_of(action)
-        assert send is not None
-        rank = self._table.rank_of_stage[send.stage]
+        rank, send = self._executor._ends[action]
         pipe, incoming = self._executor._pipes[rank], self._incoming[rank]
         while action not in self._here:
             try:
-                self._here[incoming[0]] = pipe.receive(self._deadline(), self._meanwhile)
+                message = pipe.receive(self._deadline(), self._meanwhile)
             except DeadlineExceeded as late:
                 raise self._too_late(action, send, rank) from late
-            incoming.popleft()
+            receive = incoming.popleft()
+            if send_of(receive) in self._executor._loss_sends:
+                self._told_loss = message.pop()
+            self._here[receive] = message
         self._num_bytes = _bytes_of(self._here[action])
 
-    def _meanwhile(self) -> bool:
-        """While nothing has come: send on what found no room, and a bit of what waits for its turn."""
-        for pipe in self._executor._pipes.values():
-            pipe.push()
+    def _meanwhile(self) -> float:
+        """While nothing has come: send on what found no room, and a bit of what waits for its turn. Seconds until there
+        is more to do."""
+        is_on_its_way = min([pipe.push() for pipe in self._executor._pipes.values()])
         start = time.monotonic()
-        did_some = any(stage.work_off_one(microbatch) for stage, microbatch in self._unfinished)
-        if did_some:
+        if any(stage.work_off_one(microbatch) for stage, microbatch in self._unfinished):
             self._worked_off += time.monotonic() - start
-        return did_some
+            return 0.0
+        return math.inf if is_on_its_way else _PAUSE
 
     def _too_late(self, action: Action, send: Action, rank: int) -> DeadlineExceeded:
         group = self._executor._group
@@ -430,6 +467,12 @@ class Begun:
 def _stopped_clock() -> float:
     """A look at the processor's own clock takes nearly a microsecond, which nobody pays who does not record."""
     return 0.0
+
+
+def _seen(computing: asyncio.Future[None]) -> None:
+    """Asyncio complains about errors that nobody looked at; what became of a step that was given up is no news."""
+    if not computing.cancelled():
+        computing.exception()
 
 
 def _what_and_where(action: Action) -> tuple[int, int, int]:

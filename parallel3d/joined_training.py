@@ -19,6 +19,7 @@ from parallel3d.data import Batch, make_dataset
 from parallel3d.executor import Begun, Executor
 from parallel3d.gradient_worker import GradientWorker
 from parallel3d.learning_rate import learning_rate
+from parallel3d.losses import per_one
 from parallel3d.optimizer import Optimizer
 from parallel3d.optimizer_state import OptimizerState
 from parallel3d.rank_mesh import alone
@@ -111,12 +112,12 @@ class JoinedTraining:
         await self.worker.average(loss=loss)
         total, counted, num_targets = (self._numbers * share.total).tolist()
         # What was averaged are sums over targets, by samples: so means are exact wherever targets lie.
-        scale = share.total / max(counted, 1.0)
+        scale = share.total * per_one(counted)
         taken = await self._optimizer.take(rate, scale=lambda _: scale)
         began, self._ended = self._ended, time.monotonic()
         return RunStep(
             step=share.step,
-            loss=total / max(counted, 1.0),
+            loss=total * per_one(counted),
             grad_norm=taken.norm,
             learning_rate=rate,
             tokens=round(num_targets),
@@ -132,7 +133,7 @@ class JoinedTraining:
         counted = self._loss.counted() if known is None else known
         found = [begun.loss * len(share), counted, targets.numel()]
         self._numbers.copy_(torch.tensor(found, dtype=torch.float64) / len(share))
-        return begun.loss * len(share) / max(counted, 1.0)
+        return begun.loss * len(share) * per_one(counted)
 
     async def _carry_out(self, begun: Begun) -> None:
         """Microbatches add to gradients one after the other; a single one's are sent while the rest is computed."""

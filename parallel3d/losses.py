@@ -107,6 +107,12 @@ class OwnLoss:
         return counted
 
 
+def per_one(counted: float) -> float:
+    """What makes a sum the mean over what was counted in it, which may be a fraction. Where nothing was, the sum is 0
+    and stays so."""
+    return 1.0 / counted if counted > 0 else 1.0
+
+
 def _shape(value: object) -> str:
     return f"a tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 

@@ -21,6 +21,7 @@ from runtime.errors import InvalidCall
 
 Moments = tuple[tuple[float, ...], ...]
 """A column a rank, in seconds."""
+_RECEIVES = frozenset((Kind.RECV_F, Kind.RECV_B))
 _LATE = 0.1  # of the action's own planned time: what is within that is noise
 _LEAST = 0.0005  # seconds that count as late
 _MOST_TRACE_BYTES = 256 << 20  # unzipped: some steps of hundreds of ranks
@@ -53,6 +54,10 @@ class Late:
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.action} came {self.seconds * 1e3:.1f} ms late: {self.why} ({self.because_of})"
 
+    def to_json(self) -> dict[str, Any]:
+        names = {"action": str(self.action), "why": str(self.why), "because_of": str(self.because_of)}
+        return {"rank": self.rank, "seconds": self.seconds, **names}
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -64,25 +69,32 @@ class Measured:
     ends: Moments
     waits: Moments
     """How long of it each action waited for a collective."""
+    worked_off: Moments
+    """How long of each receive weight gradients were computed; 0 for all else."""
 
     @classmethod
     def of(cls, table: Table, times: Sequence[Sequence[Sequence[float]]]) -> Measured:
-        """From (start, end, seconds waited) of each rank's actions, in the order of its column, on one clock."""
-        first = min(start for column in times for start, _, _ in column)
+        """From (start, end, seconds waited, seconds of the processor) of each rank's actions, in the order of its
+        column, on one clock. Those of a receive are what was worked off meanwhile."""
+        first = min(start for column in times for start, *_ in column)
         return cls(
             table,
-            tuple(tuple(start - first for start, _, _ in column) for column in times),
-            tuple(tuple(end - first for _, end, _ in column) for column in times),
-            tuple(tuple(waited for _, _, waited in column) for column in times),
+            tuple(tuple(start - first for start, *_ in column) for column in times),
+            tuple(tuple(end - first for _, end, *_ in column) for column in times),
+            tuple(tuple(waited for _, _, waited, _ in column) for column in times),
+            tuple(
+                tuple(cpu if action.kind in _RECEIVES else 0.0 for action, (*_, cpu) in zip(*both, strict=True))
+                for both in zip(table.columns, times, strict=True)
+            ),
         )
 
     def in_milliseconds(self) -> Measured:
         """The same step in another unit."""
-        starts, ends, waits = (
+        starts, ends, waits, worked_off = (
             tuple(tuple(1e3 * moment for moment in column) for column in each)
-            for each in (self.starts, self.ends, self.waits)
+            for each in (self.starts, self.ends, self.waits, self.worked_off)
         )
-        return Measured(self.table, starts, ends, waits)
+        return Measured(self.table, starts, ends, waits, worked_off)
 
     @cached_property
     def makespan(self) -> float:
@@ -103,8 +115,8 @@ class Measured:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """By rank: seconds of forwards and backwards."""
-        found = [0.0] * self.table.num_ranks
+        """By rank: seconds of forwards and backwards, also of those parts that were worked off in a receive."""
+        found = [sum(column) for column in self.worked_off]
         for rank, action, start, end in self._actions():
             found[rank] += end - start if action.is_compute else 0.0
         return tuple(found)
@@ -112,6 +124,22 @@ class Measured:
     @property
     def rank_bubble_ratios(self) -> tuple[float, ...]:
         return tuple(1 - busy / self.makespan for busy in self.busy)
+
+    @property
+    def stage_bubble_ratios(self) -> tuple[float, ...]:
+        """A rank's bubble, by the stage of the action that came after it; what is after the last one, by its stage."""
+        idle = [0.0] * self.table.stages
+        for rank, column in enumerate(self.table.columns):
+            free, stage = 0.0, column[-1].stage
+            for action, start, end, worked_off in zip(
+                column, self.starts[rank], self.ends[rank], self.worked_off[rank], strict=True
+            ):
+                free += worked_off
+                if action.is_compute:
+                    idle[action.stage] += start - free
+                    free, stage = end, action.stage
+            idle[stage] += self.makespan - free
+        return tuple(seconds / self.makespan for seconds in idle)
 
     @property
     def bubble_ratio(self) -> float:
@@ -130,11 +158,17 @@ class Measured:
             """Where no backward of the stage is split, the whole of one."""
             return mean(Kind.I if (Kind.I, stage) in self._seconds else Kind.B, stage)
 
+        def mean_weight(stage: int) -> float:
+            """With its share of what its rank worked off in receives: which stage's that was is not known."""
+            rank = self.table.rank_of_stage[stage]
+            num = sum(action.kind is Kind.W for action in self.table.columns[rank])
+            return mean(Kind.W, stage) + (sum(self.worked_off[rank]) / num if (Kind.W, stage) in self._seconds else 0.0)
+
         return Costs(
             self.table.stages,
             forward=[mean(Kind.F, stage) for stage in stages],
             input_backward=[mean_input(stage) for stage in stages],
-            weight_backward=[mean(Kind.W, stage) for stage in stages],
+            weight_backward=[mean_weight(stage) for stage in stages],
             transfer=[self._transfer(Kind.RECV_F, stage + 1) for stage in stages[:-1]],
             backward_transfer=[self._transfer(Kind.RECV_B, stage) for stage in stages[:-1]],
         )
@@ -178,18 +212,20 @@ class Measured:
             "starts": [list(column) for column in self.starts],
             "ends": [list(column) for column in self.ends],
             "waits": [list(column) for column in self.waits],
+            "worked_off": [list(column) for column in self.worked_off],
         }
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Measured:
         columns = tuple(tuple(parse_actions(text)[0] for text in column) for column in found["ranks"])
         table = Table(found["schedule"], found["stages"], found["microbatches"], columns)
-        starts, ends, waits = (
-            tuple(tuple(map(float, column)) for column in found[key]) for key in ("starts", "ends", "waits")
+        starts, ends, waits, worked_off = (
+            tuple(tuple(map(float, column)) for column in found[key])
+            for key in ("starts", "ends", "waits", "worked_off")
         )
-        if not list(map(len, columns)) == list(map(len, starts)) == list(map(len, ends)) == list(map(len, waits)):
-            raise InvalidCall("a measured step has one start, one end and one wait for each action.")
-        return cls(table, starts, ends, waits)
+        if any([*map(len, columns)] != [*map(len, each)] for each in (starts, ends, waits, worked_off)):
+            raise InvalidCall("a measured step has one start, one end, one wait and one worked_off for each action.")
+        return cls(table, starts, ends, waits, worked_off)
 
     @classmethod
     def load(cls, path: str | Path) -> Measured:
@@ -219,14 +255,38 @@ class Comparison:
     first_late: Late | None
 
     def __str__(self) -> str:
+        planned, measured, table = self.planned, self.measured, self.measured.table
         lines = [
-            f"step {self.measured.makespan * 1e3:.1f} ms, planned {self.planned.makespan * 1e3:.1f} ms",
-            "rank  bubble planned  measured",
+            f"step {measured.makespan * 1e3:.1f} ms, planned {planned.makespan * 1e3:.1f} ms",
+            *_bubbles("rank", planned.rank_bubble_ratios, measured.rank_bubble_ratios),
         ]
-        both = zip(self.planned.rank_bubble_ratios, self.measured.rank_bubble_ratios, strict=True)
-        lines += [f"{rank:4}  {100 * plan:12.1f} %  {100 * was:6.1f} %" for rank, (plan, was) in enumerate(both)]
+        if table.stages > table.num_ranks:
+            lines += _bubbles("stage", planned.stage_bubble_ratios, measured.stage_bubble_ratios)
         lines.append(f"first late: {self.first_late}" if self.first_late is not None else "nothing came late")
         return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Times are seconds."""
+        table, late = self.measured.table, self.first_late
+        both: dict[str, Simulation | Measured] = {"planned": self.planned, "measured": self.measured}
+        return {
+            "schedule": table.schedule,
+            "stages": table.stages,
+            "microbatches": table.microbatches,
+            "makespan": {name: each.makespan for name, each in both.items()},
+            "bubble_ratio": {name: each.bubble_ratio for name, each in both.items()},
+            "rank_bubble_ratios": {name: list(each.rank_bubble_ratios) for name, each in both.items()},
+            "stage_bubble_ratios": {name: list(each.stage_bubble_ratios) for name, each in both.items()},
+            "first_late": None if late is None else late.to_json(),
+        }
+
+
+def _bubbles(name: str, planned: Sequence[float], measured: Sequence[float]) -> list[str]:
+    rows = enumerate(zip(planned, measured, strict=True))
+    return [
+        f"{name}  bubble planned  measured",
+        *(f"{number:{len(name)}}  {100 * plan:12.1f} %  {100 * was:6.1f} %" for number, (plan, was) in rows),
+    ]
 
 
 def compare(measured: Measured, costs: Costs | None = None) -> Comparison:
@@ -287,9 +347,11 @@ def _of_trace(trace: dict[str, Any]) -> tuple[int, Measured]:
     for _, rank in ranks:
         mine = [each for each in actions if each["pid"] == rank and each["args"]["step"] == last]
         columns.append(tuple(parse_actions(each["name"])[0] for each in mine))
-        times.append(
-            [(each["ts"] / 1e6, (each["ts"] + each["dur"]) / 1e6, each["args"].get("waited", 0.0)) for each in mine]
-        )
+        times.append([_times(each["ts"] / 1e6, each["dur"] / 1e6, each["args"]) for each in mine])
     numbers = [(action.stage, action.microbatch or 0) for column in columns for action in column]
     table = Table("run", 1 + max(stage for stage, _ in numbers), 1 + max(mb for _, mb in numbers), tuple(columns))
     return last, Measured.of(table, times)
+
+
+def _times(start: float, length: float, details: dict[str, Any]) -> tuple[float, float, float, float]:
+    return start, start + length, details.get("waited", 0.0), details.get("cpu", 0.0)

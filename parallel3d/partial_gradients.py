@@ -44,6 +44,15 @@ def sum_partial_gradients(values: torch.Tensor, path: str, is_column: Judge, is_
             leaf.register_hook(add_up)  # type: ignore[no-untyped-call]
 
 
+def is_part(values: torch.Tensor, is_column: Judge, is_whole: Judge) -> bool:
+    """Whether each rank has another part of such values, as far as autograd's graph tells. The nearest node that knows
+    is enough, for parts and whole values are not mixed."""
+    for node in _nodes(values, lambda _: False):
+        if is_column(node) or is_whole(node):
+            return is_column(node)
+    return False
+
+
 def _nodes(values: torch.Tensor, is_end: Judge) -> Iterator[Any]:
     """The graph from these values back to where it ends."""
     seen: set[Any] = set()

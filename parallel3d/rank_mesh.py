@@ -22,6 +22,7 @@ from process_groups.in_process import InProcessWorld
 from process_groups.manager import form, form_in_process
 from process_groups.topology import Topology
 from runtime.control import rank_control
+from runtime.cores import threads_per_rank
 from runtime.environment import RankEnvironment, read_environment
 from runtime.errors import CommunicationError, Coords, InvalidCall, PeerLost, name_rank
 from runtime.log_context import bind_rank
@@ -225,8 +226,7 @@ class Mesh:
     def _set_threads(self) -> None:
         if self._threads is None and "OMP_NUM_THREADS" in os.environ:
             return  # the launcher, or the user, has decided
-        cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(self._threads or max(1, cores // self._environment.local_world_size))
+        torch.set_num_threads(self._threads or threads_per_rank(self._environment.local_world_size))
 
     def _farewell(self, error: BaseException) -> PeerLost:
         """What peers are told that still wait for this rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 
 from monitoring.recorder import Recorder
 from parallel3d.config import RunConfig
@@ -12,7 +13,8 @@ from parallel3d.losses import StepLoss, make_loss
 from parallel3d.rank_mesh import Mesh
 from parallel3d.rank_part import RankPart
 from parallel3d.schedules.actions import Kind
-from parallel3d.seeding import OwnNumbers, seed_from_now_on, seed_of
+from parallel3d.seeding import OwnNumbers, RankNumbers, seed_from_now_on, seed_of
+from parallel3d.tensor_parallel import is_cut
 from parallel3d.vocabulary import gather_logits, vocab_cross_entropy
 
 
@@ -46,18 +48,32 @@ def sync_of(config: RunConfig, part: RankPart, rank_mesh: Mesh, recorder: Record
 
 
 def seed_dropout(config: RunConfig, part: RankPart, rank_mesh: Mesh) -> None:
-    """Replicas and stages drop different values. Tensor-parallel ranks drop the same of what each of them has whole.
-    Where the sequence is cut each has another part, and drops of it for itself: but not in the modules around those,
-    where a gradient that was put together from all parts would meet another rank's choice."""
+    """Replicas and stages drop different values. Tensor-parallel ranks drop the same of what each of them has whole,
+    and each for itself between a column and its row, where it has features of its own. Where the sequence is cut each
+    has another part, and drops of it for itself: but not in the modules around those, where a gradient that was put
+    together from all parts would meet another rank's choice."""
     dp, tp, pp = rank_mesh.coords
     alike, apart = (seed_of(config.train.seed, f"dropout {dp} {pp} {number}") for number in (0, tp + 1))
     model, blueprint = part.blueprint.model, part.blueprint
     sliced = blueprint.shards.sliced(model.row)
     seed_from_now_on(apart if sliced else alike)
     if not sliced:
+        _drop_apart_in_cut_features(part, rank_mesh)
         return
     numbers = OwnNumbers(alike, rank_mesh.world.device)
     for stage in part.stages:
         for path in model.paths(blueprint.layers_per_stage, stage):
             if path not in sliced:
                 numbers.give_to(model.module(path))
+
+
+def _drop_apart_in_cut_features(part: RankPart, rank_mesh: Mesh) -> None:
+    """In modules that do nothing else: what a function drops inside of others, such as attention, can't be told from
+    the whole values that these may drop as well."""
+    if part.partners is None:
+        return
+    numbers = RankNumbers(part.tp_rank, rank_mesh.world.device, is_cut)
+    for stage in part.stages.values():
+        for module in stage.module.modules():
+            if isinstance(module, _DropoutNd) and module.p > 0:
+                numbers.give_to(module)

@@ -200,7 +200,7 @@ def _view(observer: Observer, events: Mapping[int, list[Event]]) -> Json | None:
     if not columns or not all(columns):
         return None
     actions = tuple(tuple(parse_actions(event.action)[0] for event in column) for column in columns)
-    times = [[(event.start, event.end, event.waited) for event in column] for column in columns]
+    times = [[(event.start, event.end, event.waited, event.cpu) for event in column] for column in columns]
     facts = observer.facts
     stages = 1 + max(action.stage for column in actions for action in column)
     table = Table(facts.schedule, stages, facts.microbatches, actions)

@@ -18,7 +18,7 @@ from parallel3d.pipeline_advice import PipelinePlanner
 from parallel3d.run_endpoint import endpoints
 from parallel3d.run_folder import RunFolder
 from parallel3d.run_log import RunLog
-from parallel3d.run_record import ModelFacts, RunRecord
+from parallel3d.run_record import ModelFacts, RunRecord, Status
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -68,6 +68,22 @@ class RunWatch:
         self._observer.finish()
         return self._observer.summary()
 
+    async def linger(self, hurry: asyncio.Event) -> None:
+        """Where somebody scrapes a run that has failed, until that is told: counters of it rise only now."""
+        seconds = self._record.config.monitoring.linger_seconds
+        if self._record.status not in (Status.FAILED, Status.HUNG) or not seconds:
+            return
+        waits = [asyncio.create_task(self._scraped()), asyncio.create_task(hurry.wait())]
+        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for each in waits:
+            each.cancel()
+
+    async def _scraped(self) -> None:
+        """Once more, where it was before."""
+        scrape = await self._station.settle(self._station.scrapes.next)
+        if scrape is not None:
+            await asyncio.wrap_future(scrape)
+
     async def close(self) -> None:
         """Once the folder is complete."""
         await self._station.close()
@@ -88,8 +104,11 @@ class Watch(Protocol):
     async def settle(self) -> None:
         """No message comes any more; the record then has what was found."""
 
+    async def linger(self, hurry: asyncio.Event) -> None:
+        """The folder is complete; somebody may yet want to hear of it. Once `hurry` is set, no more."""
+
     async def close(self) -> None:
-        """The folder is complete."""
+        """Nobody does."""
 
 
 async def complete(
@@ -97,22 +116,30 @@ async def complete(
 ) -> None:
     """The folder, with all that was observed, and then nobody is answered any more. Who is cancelled here waits for it
     all the same: half a folder would be all that is left of a run."""
-    ending = asyncio.create_task(_complete(folder, record, watch, spans))
+    hurry = asyncio.Event()
+    ending = asyncio.create_task(_complete(folder, record, watch, spans, hurry))
     try:
         await asyncio.shield(ending)
     except asyncio.CancelledError:
+        hurry.set()
         if not ending.done():
             await asyncio.wait([ending])  # cancelled again, it is left to itself
         raise
 
 
 async def _complete(
-    folder: RunFolder, record: RunRecord, watch: Watch | None, spans: Mapping[int, list[Span]] | None
+    folder: RunFolder,
+    record: RunRecord,
+    watch: Watch | None,
+    spans: Mapping[int, list[Span]] | None,
+    hurry: asyncio.Event,
 ) -> None:
     try:
         if watch is not None:
             await watch.settle()
         await folder.complete(record, spans)
+        if watch is not None:
+            await watch.linger(hurry)
     finally:
         if watch is not None:
             await watch.close()

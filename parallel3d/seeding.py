@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -56,14 +56,41 @@ def seed_from_now_on(seed: int) -> None:
         torch.manual_seed(seed)
 
 
+class RankNumbers:
+    """Random numbers of one rank among those that draw the same: for what a module draws where each has another part.
+
+    They follow from the process's numbers, which stay the same on all these ranks, so a forward that torch's checkpoint
+    computes once more draws once more what it drew."""
+
+    def __init__(self, rank: int, device: torch.device, is_part: Callable[[torch.Tensor], bool]) -> None:
+        self._rank, self._device, self._is_part = rank, device, is_part
+        self._process = _generator(device)
+        self._kept: torch.Tensor | None = None
+
+    def give_to(self, module: nn.Module) -> None:
+        """From now on its forward draws from here where its input is a part."""
+        module.register_forward_pre_hook(self._begin)
+        module.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if module.training and args and self._is_part(args[0]):
+            self._kept = self._process.get_state()
+            state = hashlib.blake2b(self._kept.numpy().tobytes()).hexdigest()
+            self._process.manual_seed(seed_of(self._rank, state))
+
+    def _end(self, *_: object) -> None:
+        if self._kept is not None:
+            self._process.set_state(self._kept)
+            self._kept = None
+            torch.rand((), device=self._device)  # or the next module would begin where this one did
+
+
 class OwnNumbers:
     """Random numbers beside those of the process: modules that draw from here draw the same in every process that has
     such modules and the same seed, whatever others drew meanwhile."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        self._process = torch.default_generator
-        if device.type == "cuda":
-            self._process = torch.cuda.default_generators[device.index]
+        self._process = _generator(device)
         self._kept = torch.Generator(device).manual_seed(seed).get_state()
 
     def give_to(self, module: nn.Module) -> None:
@@ -75,3 +102,8 @@ class OwnNumbers:
         current = self._process.get_state()
         self._process.set_state(self._kept)
         self._kept = current
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """Of the process's numbers."""
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator

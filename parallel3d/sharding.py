@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallel3d.config.errors import problem_of_key
+from parallel3d.config.findings import near_divisors
 from parallel3d.models.layered import LayeredModel
 from parallel3d.sharded import Cut, Sharded, mark_for_sum
 from parallel3d.tensor_parallel import ColumnLinear, Partners, RowLinear, join_sequence, split_sequence
-from parallel3d.tensor_plan import TensorPlan, cut_dim, is_inside
+from parallel3d.tensor_plan import KEY, TensorPlan, cut_dim, is_inside
 from parallel3d.vocabulary import VocabEmbedding, VocabHead
 from process_groups.tensor_exchange import TensorExchange
 from runtime.errors import InvalidCall
@@ -133,7 +135,20 @@ def plan_shards(
         for stage in range(len(layers_per_stage))
         for path in _paths_with_parameters(tensor_plan, model.paths(layers_per_stage, stage))
     ]
+    _refuse_cut_heads(model.heads, shards, tp)
     return Shards(tuple(shards), tp, len(layers_per_stage), tensor_plan.sequence, tensor_plan.head)
+
+
+def _refuse_cut_heads(heads: Mapping[str, int], shards: Sequence[Shard], tp: int) -> None:
+    """A rank has whole heads: attention would only see a width, which it cannot cut into heads."""
+    for shard in shards:
+        for name, number in heads.items() if shard.kind == "attention" and shard.strategy in ("column", "row") else ():
+            if number % tp:
+                message = (
+                    f"{shard.path} ({shard.strategy}) cuts heads, but {name}({number}) is no multiple of tp({tp})."
+                )
+                remedy = f"Set tp to {near_divisors(number, tp)}, or have {KEY} replicate attention."
+                raise problem_of_key("parallel.tp", tp, message, remedy)
 
 
 def _paths_with_parameters(plan: TensorPlan, places: Sequence[str]) -> list[str]:

@@ -45,6 +45,8 @@ class Stage:
         self._forward_seconds = 0.0
         self._job_seconds: dict[int, float] = {}
         """What the n-th job of a microbatch took last time."""
+        self._overwrites = any(getattr(each, "inplace", False) for each in module.modules())
+        """Whether a module in here may write over what it is given; autograd refuses that of a leaf."""
         if splits_backward:
             split_weight_gradients(module)
 
@@ -59,7 +61,7 @@ class Stage:
         kept = self._kept[microbatch] = _Kept(needing)
         self.peak_activations = max(self.peak_activations, len(self._kept))
         start = time.perf_counter()
-        output = self.module(*inputs)
+        output = self.module(*(map(_own_copy, inputs) if self._overwrites else inputs))
         self._forward_seconds = time.perf_counter() - start
         kept.outputs = self.check(output)
         return output
@@ -78,15 +80,23 @@ class Stage:
         """The last stage's backward begins with this."""
         self._kept[microbatch].outputs = (loss,)
 
+    def loss_gradients(self, microbatch: int, weight: float) -> list[torch.Tensor | None]:
+        """What the last stage's backward begins with."""
+        return [torch.full_like(each, weight) for each in self._kept[microbatch].outputs if each.requires_grad]
+
     def outputs(self, microbatch: int) -> list[torch.Tensor]:
         """What the next stage gets, detached; those that need a gradient say so."""
         return [each.detach().requires_grad_(each.requires_grad) for each in self._kept[microbatch].outputs]
 
-    def backward(self, microbatch: int, gradients: Sequence[torch.Tensor | None] | None) -> None:
-        """All of it. `gradients` are those of the outputs that need one; None for the last stage."""
+    def outputs_to_copy(self, microbatch: int) -> Sequence[torch.Tensor]:
+        """The same where only a copy of them goes on."""
+        return self._kept[microbatch].outputs
+
+    def backward(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """All of it. `gradients` are those of the outputs that need one."""
         self._backward(self._kept[microbatch], gradients)
 
-    def input_backward(self, microbatch: int, gradients: Sequence[torch.Tensor | None] | None) -> None:
+    def input_backward(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """What the stage before waits for; the rest is left for `weight_backward`."""
         kept = self._kept[microbatch]
         with collecting(kept.jobs):
@@ -108,6 +118,10 @@ class Stage:
         self._do_one(kept)
         return True
 
+    def has_worked_off(self, microbatch: int) -> bool:
+        """Whether some of its weight part is done."""
+        return self._kept[microbatch].num_done > 0
+
     def _do_one(self, kept: _Kept) -> None:
         start = time.perf_counter()
         with torch.no_grad():  # a gradient that knew how it was made would keep all of that alive
@@ -116,14 +130,10 @@ class Stage:
         kept.num_done += 1
 
     @staticmethod
-    def _backward(kept: _Kept, gradients: Sequence[torch.Tensor | None] | None) -> None:
+    def _backward(kept: _Kept, gradients: Sequence[torch.Tensor | None]) -> None:
         needing = [each for each in kept.outputs if each.requires_grad]
-        if gradients is None:
-            pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = [(each, None) for each in needing]
-        else:
-            found = zip(needing, gradients, strict=True)
-            pairs = [(each, gradient) for each, gradient in found if gradient is not None]
         kept.outputs = ()
+        pairs = [pair for pair in zip(needing, gradients, strict=True) if pair[1] is not None]
         if pairs:
             torch.autograd.backward([each for each, _ in pairs], [gradient for _, gradient in pairs])
 
@@ -134,3 +144,8 @@ class Stage:
     def let_go(self, microbatch: int) -> None:
         """After a whole backward nothing is needed any more."""
         del self._kept[microbatch]
+
+
+def _own_copy(given: torch.Tensor) -> torch.Tensor:
+    """What may be written over; the gradient goes to what was given."""
+    return given.clone() if given.requires_grad else given

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from parallel3d.partial_gradients import sum_partial_gradients
+from parallel3d.partial_gradients import is_part, sum_partial_gradients
 from parallel3d.sharded import Cut, Sharded
 from parallel3d.weight_gradients import (
     Job,
@@ -326,6 +326,11 @@ def look_inside(values: torch.Tensor, path: str, partners: Partners) -> None:
     """Find parameters that are used between columns and these values, so that their gradients get complete."""
     if not _is_column(values.grad_fn):
         sum_partial_gradients(values, path, _is_column, _is_whole, partners.added_up)
+
+
+def is_cut(values: torch.Tensor) -> bool:
+    """Whether these lie between columns and what joins them again. Without gradients nobody knows."""
+    return is_part(values, _is_column, _is_whole)
 
 
 def _is_column(node: object) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
 from collections import deque
@@ -24,6 +23,7 @@ from parallel3d.rank_mesh import Mesh
 from parallel3d.run_folder import write_span_file
 from parallel3d.wishes import Wish, Wishes
 from runtime.control import RankControl, rank_control
+from runtime.cores import num_cores
 from runtime.errors import InvalidCall, NonFiniteGradient
 from runtime.loop import run
 
@@ -130,7 +130,7 @@ def facts_of(coordinator: Coordinator) -> dict[str, object]:
         "device": _device_name(mesh),
         "parameters": coordinator.performance().parameters,
         "host": mesh.hosts[mesh.rank],
-        "num_cores": len(os.sched_getaffinity(0)),
+        "num_cores": num_cores(),
     }
 
 

@@ -22,8 +22,9 @@ from parallel3d.run_watch import Watch, complete
 from parallel3d.trainer import MakeCoordinator, train
 from parallel3d.wishes import Wish
 from process_groups.group import Group
+from process_groups.topology import Topology
 from runtime.control import Message
-from runtime.errors import CommunicationError, DeadlineExceeded, name_rank
+from runtime.errors import CommunicationError, DeadlineExceeded, culprit_of, name_rank
 
 
 class RankOwner:
@@ -45,6 +46,7 @@ class RankOwner:
         self._rank, self._folder, self._on_step, self._make_watch = rank, folder, on_step, make_watch
         self._watch: Watch | None = None
         self._outbox = Outbox()
+        self._topology: Topology | None = None
 
     @property
     def is_behind(self) -> bool:
@@ -92,6 +94,7 @@ class RankOwner:
     async def _train(self, make: MakeCoordinator) -> None:
         async with make(self.record.config) as coordinator:
             mesh, last = coordinator.mesh, LastSteps(coordinator.mesh, coordinator.recorder)
+            self._topology = mesh.topology
             self.send("mesh", coords=list(mesh.coords))
             gathering = None if coordinator.recorder is None else Gathering(mesh, self._outbox, self._hear)
             try:
@@ -113,9 +116,10 @@ class RankOwner:
                 self._hear(rank, message)
 
     def _describe(self, error: Exception) -> RunError:
-        """Of an error that a peer has caused, the peer is named."""
-        rank: int | None = self._rank
-        coords = self.record.ranks[self._rank].coords if self._rank in self.record.ranks else None
+        """Of an error that a peer has caused, or that all ranks raise alike, the rank that it blames is named."""
+        culprit = culprit_of(error)
+        rank = self._rank if culprit is None else culprit
+        coords = None if self._topology is None else self._topology.coords(rank)
         if isinstance(error, CommunicationError) and error.rank is not None:
             rank, coords = error.rank, error.coords
         message = f"{name_rank(rank, coords)} failed: {type(error).__name__}: {error}"

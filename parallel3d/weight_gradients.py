@@ -21,12 +21,24 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _get_obj_in_tls, _is_key_in_tls, _stash_obj_in_tls
 from torch.nn import functional
 
 from runtime.errors import InvalidCall
 
 Job = Callable[[], None]
-_collected: ContextVar[deque[Job] | None] = ContextVar("collected_weight_gradients", default=None)
+_here: ContextVar[deque[Job] | None] = ContextVar("collected_weight_gradients", default=None)
+_EVERYWHERE = "parallel3d.weight_gradients"
+
+
+def _collected() -> deque[Job] | None:
+    """The queue of the backward that is under way.
+
+    What is on a GPU autograd runs in a thread of its own, which finds nothing in a ContextVar, but has what torch keeps
+    for all threads of a backward. Looking there takes longer.
+    """
+    queue = _here.get()
+    return _get_obj_in_tls(_EVERYWHERE) if queue is None and _is_key_in_tls(_EVERYWHERE) else queue
 
 
 def later(job: Job) -> None:
@@ -35,7 +47,7 @@ def later(job: Job) -> None:
     For the `backward` of a `torch.autograd.Function` of your own: let `job` call `add_to_gradient`, and return None as
     the weight's gradient.
     """
-    queue = _collected.get()
+    queue = _collected()
     if queue is None:
         job()
     else:
@@ -44,17 +56,19 @@ def later(job: Job) -> None:
 
 def is_split() -> bool:
     """Whether the backward that is under way is split."""
-    return _collected.get() is not None
+    return _collected() is not None
 
 
 @contextlib.contextmanager
 def collecting(queue: deque[Job]) -> Iterator[None]:
     """What is left for later in here goes into this queue."""
-    token = _collected.set(queue)
+    token = _here.set(queue)
+    _stash_obj_in_tls(_EVERYWHERE, queue)
     try:
         yield
     finally:
-        _collected.reset(token)
+        _here.reset(token)
+        _stash_obj_in_tls(_EVERYWHERE, _here.get())
 
 
 # Adding to a gradient, in a backward or a job: where nothing is differentiated.
@@ -149,7 +163,9 @@ class _Linear(torch.autograd.Function):
         of_values = torch.matmul(gradient, ctx.used) if ctx.needs_input_grad[0] else None
         if gradient.dim() > 2:
             gradient, values = gradient.flatten(0, -2), values.flatten(0, -2)
-        queue = _collected.get()
+        queue = _here.get()
+        if queue is None and not gradient.is_cpu:
+            queue = _collected()
         if queue is None:
             add_linear(weight, bias, gradient, values)
         else:

@@ -24,6 +24,8 @@ from pathlib import Path
 
 import torch
 
+from runtime.errors import CommunicationError
+
 NONCE = 16
 PAGE = 4096
 _LINE = 64  # bytes of a cache line: buffers never share one
@@ -232,6 +234,16 @@ def _group_available(folder: str = "/sys/fs/cgroup") -> list[int]:
             lines = (line.split() for line in Path(folder, stat).read_text().splitlines())
             found.append(max(0, most - now + next(int(value) for key, value in lines if key == name)))
     return found
+
+
+def no_memory(what: str, num_bytes: int) -> CommunicationError:
+    """For what can't be done without a registered buffer of this size."""
+    needed, available = (each / (1 << 20) for each in (num_bytes, available_memory()))
+    return CommunicationError(
+        f"no memory for {what} of {needed:.1f} MiB: {available:.1f} MiB are available here. Give the ranks more "
+        "memory (a container's --memory), start fewer on this host, or make microbatches smaller; with comm.backend: "
+        "gloo nothing is kept in shared memory."
+    )
 
 
 _LIMITS = {"file size (ulimit -f)": resource.RLIMIT_FSIZE, "addresses (ulimit -v)": resource.RLIMIT_AS}

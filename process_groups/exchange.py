@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from process_groups.arena import PAGE, Arena, Mapping, join
+from process_groups.arena import PAGE, Arena, Mapping, join, no_memory
 from process_groups.lane import Steps
 from process_groups.reduction import Reducer
 from process_groups.shared_layout import NUM_SLOTS, GroupLayout
 from process_groups.signals import Abandoned, Counter, Sleepers
-from runtime.errors import CommunicationError
 
 _MOST_KNOWN = 512  # shapes whose views are kept: making them would cost more than a small call's own work
 _MOST_JOINED = 64  # shared results that stay mapped, a mapping for each rank
@@ -34,6 +33,10 @@ class Exchange:
         first = arenas[0]
         self.result = Counter(first, layout.result, self._sleepers) if first is not None else None
         """The rounds whose result the first rank has put into its slot; None where that is on another host."""
+        self.num_windows = 0
+        """Of running sums, in all calls so far."""
+        here = [arena for arena in arenas if arena is not None]
+        self.windows_added = [Counter(arena, layout.windows_added, self._sleepers) for arena in here]
         self._abort = _word(own, layout.abort)
         self._aborts = [_word(arena, layout.abort) for arena in peers]
         self._is_given_up = False
@@ -94,10 +97,10 @@ class Exchange:
     # Giving up.
 
     def give_up(self) -> None:
-        """Let nobody write into this rank's buffers any more, and wake whoever waits for a round, here or there."""
+        """Let nobody write into this rank's buffers any more, and wake whoever waits, here or there."""
         self._is_given_up = True
         self._abort[0] = 1
-        for counter in (self._progress, *self._progress_of, self.result):
+        for counter in (self._progress, *self._progress_of, self.result, *self.windows_added):
             if counter is not None:
                 counter.wake()
 
@@ -131,6 +134,12 @@ class Exchange:
         """The beginning of this rank's slot."""
         start = self._slot_starts[round_number % NUM_SLOTS]
         return self.own.memory[start : start + num_bytes]
+
+    def window(self, number: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The beginning of a window of a running sum."""
+        first = self.arenas[0]
+        assert first is not None
+        return first.tensor(self.layout.window(number), numel, dtype)
 
     def show(self, tensor: torch.Tensor | None) -> None:
         """Tell the peers where this rank's tensor of the next round lies, if it has one and that is registered."""
@@ -172,7 +181,7 @@ class Exchange:
             with torch.inference_mode(False):  # it is used by later calls too
                 self._work_space = self.own.empty((num_bytes,), torch.uint8)
             if self._work_space is None:
-                raise CommunicationError(f"no memory for a work space of {num_bytes >> 20} MiB")
+                raise no_memory("a work space", num_bytes)
         return self._work_space
 
     def remembered(

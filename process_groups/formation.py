@@ -10,7 +10,7 @@ from process_groups.arena import Arena
 from process_groups.backends import BACKENDS
 from process_groups.board import Pulse, Segment
 from process_groups.group import STRATEGIES, Group
-from process_groups.strategies.adaptive import Pinned
+from process_groups.strategies.adaptive import CANDIDATES, Pinned
 from process_groups.topology import AXES, Topology, auto_order
 from runtime.errors import CommunicationError, Coords, InvalidCall, LaunchError
 from runtime.threads import DaemonThreads
@@ -38,9 +38,13 @@ class MeshPlan:
         self.topology(1)  # checks sizes and order
         if self.backend not in BACKENDS:
             raise InvalidCall(f"backend = {self.backend!r}: give one of {', '.join(BACKENDS)}.")
-        for strategy in (self.strategy, *(name for _, name in self.strategy_table)):
-            if strategy not in STRATEGIES:
-                raise InvalidCall(f"strategy = {strategy!r}: give one of {', '.join(STRATEGIES)}.")
+        if self.strategy not in STRATEGIES:
+            raise InvalidCall(f"strategy = {self.strategy!r}: give one of {', '.join(STRATEGIES)}.")
+        for num_bytes, strategy in self.strategy_table:
+            if strategy not in CANDIDATES:  # adaptive would ask the table again
+                raise InvalidCall(
+                    f"strategy_table: {strategy!r} up to {num_bytes} bytes: give one of {', '.join(CANDIDATES)}."
+                )
         for name in ("timeout", "startup_timeout"):
             seconds = getattr(self, name)
             if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= 1e9:

@@ -320,6 +320,8 @@ class Group:
         shared: bool = False,
     ) -> Work:
         limit = self._limit(timeout)
+        if strategy == "adaptive" and self._transport is not None:
+            limit += self._transport.extra_seconds
         moved_from = None if source is None else _plain(source)
         moved_to = copy_back = None
         if target is not None:
@@ -400,9 +402,9 @@ class Group:
         assert self._transport is not None
         return self._transport.trouble(call)
 
-    def _too_late(self, call: Call) -> DeadlineExceeded:
+    def _too_late(self, call: Call, seconds: float) -> DeadlineExceeded:
         assert self._transport is not None
-        what = f"{call.describe()} on group {self.name} did not end within {call.timeout:g} s"
+        what = f"{call.describe()} on group {self.name} did not end within {round(seconds, 3):g} s"
         culprit = self._transport.culprit(call)
         if culprit is None:
             return DeadlineExceeded(f"{what}, though every rank has called it.", action=call.describe())
@@ -443,12 +445,15 @@ class Group:
         return self._closed is not None
 
     async def close(self, seconds: float) -> None:
-        """Finish what is under way, then leave; the peers lose nothing. No call is possible afterwards.
+        """Finish what is under way, within so many seconds, then leave; the peers lose nothing. No call is possible
+        afterwards.
 
         Raises the error of a call that nobody awaited: it would be lost otherwise.
         """
+        deadline = time.monotonic() + seconds
         try:
             for work in list(self._under_way):
+                work.hurry(deadline)
                 await work
         finally:
             self._closed = self._closed or GroupClosed("this rank has left the mesh")

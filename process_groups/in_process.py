@@ -56,6 +56,7 @@ class InProcessTransport:
 
     name = "in-process"
     device = CPU
+    extra_seconds = 0.0
 
     def __init__(self, exchange: _Exchange, me: int) -> None:
         self._exchange, self._places, self._me = exchange, exchange.places, me

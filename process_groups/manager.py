@@ -73,10 +73,15 @@ async def form(
     except asyncio.CancelledError:
         forming.add_done_callback(_discard)
         raise
-    if isinstance(environment.meeting_place, PrivateFile):
-        await _remove_meeting_file(formation, environment.meeting_place.path)
-    if plan.strategy == "adaptive" and not plan.strategy_table:
-        await _measure(formation)
+    try:
+        if isinstance(environment.meeting_place, PrivateFile):
+            await _remove_meeting_file(formation, environment.meeting_place.path)
+        if plan.strategy == "adaptive" and not plan.strategy_table:
+            await _measure(formation)
+    except BaseException as error:
+        is_cancelled = isinstance(error, asyncio.CancelledError)
+        _give_up(formation, "was cancelled" if is_cancelled else f"failed with {type(error).__name__}: {error}")
+        raise
     return formation
 
 
@@ -88,12 +93,15 @@ async def _measure(formation: Formation) -> None:
 
 
 def _discard(forming: Future[Formation]) -> None:
-    """Nobody waits for this mesh any more; its peers shall not wait either."""
     if forming.exception() is None:
-        formation = forming.result()
-        place = Place(formation.rank, formation.topology.coords(formation.rank))
-        formation.abort(PeerLost(f"{place} was cancelled", rank=place.rank, coords=place.coords))
-        formation.release()
+        _give_up(forming.result(), "was cancelled")
+
+
+def _give_up(formation: Formation, how: str) -> None:
+    """Nobody waits for this mesh any more; its peers shall not wait either."""
+    place = Place(formation.rank, formation.topology.coords(formation.rank))
+    formation.abort(PeerLost(f"{place} {how}", rank=place.rank, coords=place.coords))
+    formation.release()
 
 
 async def _remove_meeting_file(formation: Formation, path: str) -> None:

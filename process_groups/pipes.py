@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from process_groups.arena import Mapping
+from process_groups.arena import Mapping, no_memory
 from process_groups.exchange import Exchange
 from process_groups.shared_layout import MESSAGE_WORDS, NUM_MESSAGES
 from process_groups.signals import Abandoned, Patience
@@ -39,8 +39,8 @@ _MOST_HEADERS = 1024  # whose meaning is kept
 Message = Sequence[torch.Tensor | None]
 """What is sent: tensors, and None for one that is not there. `requires_grad` travels along."""
 
-Idle = Callable[[], bool]
-"""Does a bit of something else; False when there is nothing to do."""
+Idle = Callable[[], float]
+"""Does a bit of something else; how many seconds later it has more to do: 0 at once, infinity when there is nothing."""
 
 
 class Pipe(Protocol):
@@ -53,7 +53,7 @@ class Pipe(Protocol):
         """Before a step: so many messages will be received."""
 
     def send(self, message: Message) -> None:
-        """Never waits. The tensors must stay as they are."""
+        """Never waits. The tensors must stay as they are. Not where autograd follows."""
 
     def receive(self, deadline: float, idle: Idle) -> list[torch.Tensor | None]:
         """The next message, in memory of its own; `deadline` is a moment of time.monotonic."""
@@ -115,7 +115,7 @@ class _Prepared:
         for each in signature:
             made = None if each is None else exchange.own.empty(each[1], each[0])
             if each is not None and made is None:
-                raise CommunicationError(f"no memory for a message of {each[0]} {tuple(each[1])}")
+                raise no_memory(f"a message with {each[0]} {tuple(each[1])}", each[1].numel() * each[0].itemsize)
             self._targets.append(made)
             place = None if made is None or not made.numel() else exchange.own.offset_of(made)
             places.append(0 if place is None else place)
@@ -125,7 +125,7 @@ class _Prepared:
     def fill(self, message: Message) -> None:
         for target, tensor in zip(self._targets, message, strict=True):
             if target is not None and tensor is not None:
-                target.copy_(tensor.detach())
+                target.copy_(tensor)
 
 
 class SharedPipe:
@@ -203,7 +203,7 @@ class SharedPipe:
     def receive(self, deadline: float, idle: Idle) -> list[torch.Tensor | None]:
         self._wait(self._has_come, deadline, idle)
         message = [
-            None if each is None else each[0].clone().requires_grad_(each[1])
+            None if each is None else each[0].clone().requires_grad_() if each[1] else each[0].clone()
             for each in self._sources(self._headers_of_peer[self._num_received % NUM_MESSAGES])
         ]
         if self._exchange.is_abandoned():  # what a rank that gave up has in its memory may be anything
@@ -237,9 +237,9 @@ class SharedPipe:
         """Until `is_over`, which may itself wait until the moment it is given; meanwhile do what is to be done."""
         try:
             while not is_over(0.0):
-                if idle():
+                if not (pause := idle()):
                     continue
-                if is_over(min(deadline, time.monotonic() + _LOOK)):
+                if is_over(min(deadline, time.monotonic() + min(pause, _LOOK))):
                     return
                 if (trouble := self._trouble()) is not None:
                     raise trouble
@@ -312,7 +312,7 @@ class CallPipe:
             self._received.put(error)
 
     def receive(self, deadline: float, idle: Idle) -> list[torch.Tensor | None]:
-        while self._received.empty() and idle():
+        while self._received.empty() and not idle():
             pass
         try:
             found = self._received.get(timeout=max(0.0, deadline - time.monotonic()))

@@ -2,8 +2,8 @@
 
 Small calls go through the staging slots in one round: each rank puts its values into its slot, all arrive, and each
 takes what it needs from the others' slots. Larger ones read and write registered buffers in place if every rank's
-tensor is one, or else pass through the slots a chunk at a time. A slot is used again three rounds later, when every
-rank has arrived at a round after the one in which it was read.
+tensor is one, or else pass through the slots a chunk at a time; all-reduces do that as `relay` says. A slot is used
+again three rounds later, when every rank has arrived at a round after the one in which it was read.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 from process_groups.arena import PAGE
 from process_groups.exchange import Exchange
 from process_groups.lane import Steps
-from process_groups.reduction import PIECE, part, pieces
-from process_groups.shared_layout import CHUNK, NUM_SLOTS
+from process_groups.reduction import part, pieces
+from process_groups.relay import relay
+from process_groups.shared_layout import CHUNK
 from process_groups.transport import Call
 
 FLAT = 64 << 10  # bytes: up to here one round costs less than two, though it does not share the work
@@ -103,7 +104,7 @@ def _all_reduce(exchange: Exchange, call: Call) -> Steps:
     yield from exchange.everybody(round_number)
     offsets = exchange.offers(round_number)
     if offsets is None:
-        yield from _all_reduce_staged(exchange, call)
+        yield from relay(exchange, call)
         return
     if call.shared and can_be_joined(offsets):
         cuts = cuts_at_pages(offsets[0], target.numel(), target.element_size(), exchange.size)
@@ -151,58 +152,6 @@ def cuts_at_pages(offset: int, numel: int, itemsize: int, num: int) -> list[int]
     in_page = offset % PAGE
     ends = [(in_page + part(numel, rank, num)[1] * itemsize) // PAGE * PAGE - in_page for rank in range(num - 1)]
     return [0, *(max(0, end // itemsize) for end in ends), numel]
-
-
-def _all_reduce_staged(exchange: Exchange, call: Call) -> Steps:
-    """A chunk a round: while a chunk is read out, the next is reduced and the one after that is put in.
-
-    round   0      1        2        3
-    put in  c0     c1       c2              all but this rank's own part, which nobody else reads
-    reduce         c0       c1       c2     this rank's part, and into its slot for the others
-    read                    c0       c1 …   from each other rank's slot its part
-    """
-    assert call.target is not None
-    assert call.op is not None
-    chunk_bytes = min(CHUNK, exchange.size * PIECE)  # so that a part is at most a piece
-    reduced: _StagedChunk | None = None
-    for values in [*torch.split(call.target.view(-1), chunk_bytes // call.target.element_size()), None]:
-        chunk = None if values is None else _StagedChunk(exchange, values)
-        yield from exchange.everybody(exchange.arrive())
-        exchange.check()
-        if reduced is not None:
-            reduced.read_out()
-        if chunk is not None:
-            chunk.reduce_own_part(call.op)
-            reduced = chunk
-
-
-class _StagedChunk:
-    """A chunk of this rank's tensor on its way through the slots of a round, in parts: one for each rank to reduce."""
-
-    def __init__(self, exchange: Exchange, values: torch.Tensor) -> None:
-        """Put it in."""
-        self._exchange, numel, dtype = exchange, values.numel(), values.dtype
-        cuts = [part(numel, rank, exchange.size)[1] for rank in range(exchange.size - 1)]
-        self._parts = values.tensor_split(cuts)
-        slots = exchange.slots(exchange.next_round, numel, dtype)
-        self._staged = exchange.remembered(
-            (numel, dtype, exchange.next_round % NUM_SLOTS), lambda: [list(slot.tensor_split(cuts)) for slot in slots]
-        )
-        for peer, staged in enumerate(self._staged[exchange.me]):
-            if peer != exchange.me:
-                staged.copy_(self._parts[peer])
-
-    def reduce_own_part(self, op: str) -> None:
-        me = self._exchange.me
-        own = self._parts[me]
-        inputs = [own if rank == me else staged[me] for rank, staged in enumerate(self._staged)]
-        self._exchange.reduce(own, inputs, op)
-        self._staged[me][me].copy_(own)
-
-    def read_out(self) -> None:
-        for peer, staged in enumerate(self._staged):
-            if peer != self._exchange.me:
-                self._parts[peer].copy_(staged[peer])
 
 
 # The other collectives: each rank shows its source, and takes what it needs from the others'.

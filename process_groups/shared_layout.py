@@ -7,8 +7,12 @@ from dataclasses import dataclass
 
 _LINE = 64  # bytes: what two ranks write never shares a cache line
 _PAGE = 4096
-NUM_SLOTS = 3  # of the staging area: one is filled, one is reduced, one is read out
+NUM_SLOTS = 3  # of the staging area: while one is read another is filled, by ranks up to two rounds ahead
 CHUNK = 2 << 20  # bytes of a staging slot: large enough that few rounds are needed, small enough for the cache
+WINDOW = 512 << 10  # bytes of a running sum that goes from rank to rank: a core's cache has room for it and for values
+LEAD = 2  # windows that a rank adds to before it reads one: with more of them, totals have left the cache by then
+NUM_WINDOWS = 2 * LEAD + 2
+assert NUM_WINDOWS * WINDOW <= NUM_SLOTS * CHUNK
 NUM_PACKETS = 4  # under way from one rank to another
 PACKET = 128 << 10  # bytes
 NUM_MESSAGES = 32  # of a pipe, under way from one rank to another
@@ -50,6 +54,11 @@ class GroupLayout:
         room), how many results it has taken."""
         return self.start + 6 * _LINE
 
+    @property
+    def windows_added(self) -> int:
+        """Windows of running sums that the owner has added its values to."""
+        return self.start + 7 * _LINE
+
     def offer(self, round_number: int) -> int:
         """Where the owner's registered buffer of that round lies, plus 1; 0 when it has none."""
         return self.start + (2 + round_number % 2) * _LINE
@@ -79,11 +88,15 @@ class GroupLayout:
         return self._of_peer(3, peer) + packet % NUM_PACKETS * 16
 
     def _of_peer(self, kind: int, peer: int) -> int:
-        return self.start + (7 + kind * self.size + peer) * _LINE
+        return self.start + (8 + kind * self.size + peer) * _LINE
 
     def slot(self, round_number: int) -> int:
         """The staging slot of a round."""
         return self.start + self._control_size(self.size) + round_number % NUM_SLOTS * CHUNK
+
+    def window(self, number: int) -> int:
+        """Where the first rank has a window of a running sum: in its staging slots."""
+        return self.slot(0) + number % NUM_WINDOWS * WINDOW
 
     def packet(self, peer: int, packet: int) -> int:
         first = self.start + self._control_size(self.size) + NUM_SLOTS * CHUNK
@@ -100,7 +113,7 @@ class GroupLayout:
 
     @staticmethod
     def _control_size(size: int) -> int:
-        return -(-(7 + 6 * size) * _LINE // _PAGE) * _PAGE
+        return -(-(8 + 6 * size) * _LINE // _PAGE) * _PAGE
 
 
 def lay_out(group_sizes: Sequence[int]) -> list[GroupLayout]:

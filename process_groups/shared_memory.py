@@ -139,6 +139,10 @@ class SharedMemoryTransport:
         registered = self._exchange.own.empty((num_bytes,), torch.uint8)
         return torch.empty(num_bytes, dtype=torch.uint8) if registered is None else registered
 
+    @property
+    def extra_seconds(self) -> float:
+        return self._adaptive.extra_seconds
+
     def explain(self, strategy: str, num_bytes: int) -> Explanation:
         if strategy == "adaptive":
             return self._adaptive.explain(num_bytes)

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from process_groups.arena import Mapping
+from runtime.cores import num_cores
 
 _MASK = (1 << 32) - 1
 _WAIT, _WAKE, _EVERYBODY = 0, 1, (1 << 31) - 1
@@ -40,7 +41,7 @@ class Patience(NamedTuple):
 
 def patience(num_ranks_here: int) -> Patience:
     """For ranks that share this host's cores. Where they don't fit, a peer needs the core more than this one."""
-    return Patience(1000, 10) if num_ranks_here <= len(os.sched_getaffinity(0)) else Patience(0, 50)
+    return Patience(1000, 10) if num_ranks_here <= num_cores() else Patience(0, 50)
 
 
 class _Timespec(ctypes.Structure):

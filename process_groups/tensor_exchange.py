@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from process_groups.arena import no_memory
 from process_groups.exchange import Exchange
 from process_groups.shared_layout import NUM_ROOMS
 from process_groups.signals import Abandoned, Counter, Patience
@@ -202,7 +203,7 @@ class SharedTensorExchange:
             with torch.inference_mode(False):  # it is used by later exchanges too
                 memory = self._exchange.own.empty((max(1, num_bytes),), torch.uint8)
             if memory is None:
-                raise CommunicationError(f"no memory for a part of {num_bytes / (1 << 20):.1f} MiB to exchange")
+                raise no_memory("a part to exchange", num_bytes)
             self._memory[turn] = memory
         elif len(rooms) >= _MOST_SHAPES:
             rooms.clear()

@@ -67,6 +67,10 @@ class Work:
             self.watch()
         return self._ended
 
+    def hurry(self, deadline: float) -> None:
+        """It fails at this moment of time.monotonic, if not before."""
+        self._deadline = min(self._deadline, deadline)
+
     def ended_at(self) -> float:
         """When it ended, as far as that is known: it may have been before anybody looked."""
         known = None if self._completion is None else self._completion.ended_at
@@ -141,7 +145,7 @@ class Work:
             self._unnamed, self._deadline = error, time.monotonic() + _NAMING
             self._look()
         elif isinstance(error, DeadlineExceeded) and error.action is None:  # the transport's own clock was first
-            self._group._fail(self, self._group._too_late(self.call))
+            self._group._fail(self, self._too_late())
         else:
             assert isinstance(error, CommunicationError), error
             self._group._fail(self, error)
@@ -157,7 +161,10 @@ class Work:
             self._timer.cancel()
             self._timer = asyncio.get_running_loop().call_later(min(pause, left), self._look)
         else:
-            self._group._fail(self, trouble or self._unnamed or self._group._too_late(self.call))
+            self._group._fail(self, trouble or self._unnamed or self._too_late())
+
+    def _too_late(self) -> CommunicationError:
+        return self._group._too_late(self.call, self._deadline - self.began)
 
     def settle(self, error: CommunicationError | None) -> None:
         """Decide how the call ended, once; the loop's thread only."""

@@ -5,6 +5,7 @@ Parallel3DError
 ├── LaunchError            ranks could not be started, or this process is not one of them
 │   └── RunFailed          a rank of a run failed; names it, says how, and where the run's files are
 ├── InvalidCall            a call that is wrong on this rank alone; nothing was sent
+│   ├── PeerRefused        a call that is right here, and wrong on another rank
 │   └── ScheduleDeadlock   a table whose ranks would wait for each other; lives in parallel3d.simulation
 ├── DataError              a sample could not be had, or does not fit the others or the model
 ├── BenchmarkError         a contestant of a benchmark failed, or computed something wrong
@@ -81,6 +82,17 @@ class InvalidCall(Parallel3DError, ValueError):
     """A call that cannot be right whatever the other ranks do."""
 
 
+class PeerRefused(InvalidCall):
+    """Another rank refuses its part of a call that all make, and says why; `rank` is that one."""
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.message, self.rank = message, rank
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(PeerRefused, rank=self.rank), (self.message,)
+
+
 class DataError(Parallel3DError):
     """A sample could not be had, or does not fit the others or the model; names the sample and the key."""
 
@@ -99,6 +111,18 @@ class NonFiniteGradient(Parallel3DError, ArithmeticError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(NonFiniteGradient, ranks=self.ranks, step=self.step), (self.message,)
+
+
+def culprit_of(error: BaseException) -> int | None:
+    """The rank at fault where others raise an error as well; also inside task groups, and behind `from`. None where
+    only the one that raises it can be."""
+    if isinstance(error, BaseExceptionGroup):
+        return next((found for each in error.exceptions if (found := culprit_of(each)) is not None), None)
+    if isinstance(error, NonFiniteGradient):
+        return error.ranks[0] if error.ranks else None
+    if isinstance(error, PeerRefused):
+        return error.rank
+    return None if error.__cause__ is None else culprit_of(error.__cause__)
 
 
 class CommunicationError(Parallel3DError):

@@ -24,12 +24,14 @@ class Report:
     message: str
     traceback: str
     is_consequence: bool = False
+    """Of what another rank did: that one tells more."""
     error_kind: str | None = None
     """Of the CommunicationError behind it, if a peer's doing was all that went wrong."""
 
     @staticmethod
-    def from_message(message: Mapping[str, Any]) -> Report | None:
-        """None when a field is missing or of another type: a rank may send anything."""
+    def from_message(message: Mapping[str, Any], rank: int) -> Report | None:
+        """Of the message that this rank sent. None when a field is missing or of another type: a rank may send
+        anything."""
         time = message.get("time")
         texts = [message.get(name) for name in ("type", "message", "traceback")]
         if not isinstance(time, int | float) or not all(isinstance(text, str) for text in texts):
@@ -38,7 +40,8 @@ class Report:
         error = message.get("error")
         wire_kind = error.get("kind") if isinstance(error, dict) else None
         error_kind = wire_kind if isinstance(wire_kind, str) else None
-        return Report(float(time), kind, text, traceback, error_kind in CONSEQUENCES, error_kind)
+        is_anothers = message.get("culprit") not in (None, rank)
+        return Report(float(time), kind, text, traceback, is_anothers or error_kind in CONSEQUENCES, error_kind)
 
     @property
     def summary(self) -> str:

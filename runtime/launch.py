@@ -180,7 +180,7 @@ class Launch:
         if coords is not None:
             self._handle(supervisor.RankPlaced(rank, coords))
         elif message["kind"] == "failed":
-            report = Report.from_message(message)
+            report = Report.from_message(message, rank)
         if report is not None:
             self._handle(supervisor.RankFailed(rank, report))
         try:

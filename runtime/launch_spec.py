@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from runtime.cores import threads_per_rank
 from runtime.errors import LaunchError
 from runtime.failures import Failure, render, render_interrupted
 from runtime.fork_client import HOME, ForkClient
@@ -141,8 +142,3 @@ def start(spec: LaunchSpec, logs: tuple[int, ...], warm: WarmServer | None = Non
         raise
     warm.server.give(Job(HOME, spec.before_script, spec.target))
     return Started(spec, warm.run_id, warm.server, logs, os.memfd_create("parallel3d-store"))
-
-
-def threads_per_rank(num_ranks: int) -> int:
-    """So many that all ranks together keep every core busy, and no more."""
-    return max(1, len(os.sched_getaffinity(0)) // num_ranks)

@@ -18,7 +18,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from runtime.control import MAX_MESSAGE_BYTES, RankControl
-from runtime.errors import CommunicationError
+from runtime.errors import CommunicationError, culprit_of
 
 _OUR_FOLDER = str(Path(__file__).parent)
 _REPORT_SECONDS = 2.0
@@ -131,6 +131,7 @@ def _report(error: BaseException, control: RankControl | None) -> None:
         message=_shortened(_text_of(error), _MAX_MESSAGE),
         traceback=_shortened("".join(traceback.format_exception(error)), _MAX_TRACEBACK),
         error=_wire(cause) if (cause := _communication_error(error)) is not None else None,
+        culprit=culprit_of(error),
     )
     if not told or sys.excepthook is not sys.__excepthook__:
         sys.excepthook(type(error), error, trace)

@@ -64,8 +64,16 @@ def rank_step(rank: int, wall: float, cpu: float | None = None, **more) -> RankS
     return RankStep(rank, wall, parts, 0.0, wall, wall if cpu is None else cpu, 0.0, wall, **more)
 
 
-def step_of(step: int, walls: Sequence[float] | Mapping[int, float], cpus: Sequence[float] | None = None) -> StepTimes:
-    """Each rank's computing in one step."""
+def step_of(
+    step: int,
+    walls: Sequence[float] | Mapping[int, float],
+    cpus: Sequence[float] | None = None,
+    late: Mapping[int, float] | None = None,
+) -> StepTimes:
+    """Each rank's computing in one step; and by how much some came late."""
     found = dict(walls) if isinstance(walls, Mapping) else dict(enumerate(walls))
-    ranks = tuple(rank_step(rank, wall, None if cpus is None else cpus[rank]) for rank, wall in found.items())
+    ranks = tuple(
+        rank_step(rank, wall, None if cpus is None else cpus[rank], lateness=(late or {}).get(rank, 0.0))
+        for rank, wall in found.items()
+    )
     return StepTimes(step, max(found.values()), ranks, mean_of([each.parts for each in ranks]))

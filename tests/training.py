@@ -56,6 +56,17 @@ def settings(dp: int, tp: int, pp: int, schedule: str = "1f1b", **more: Any) -> 
     return found
 
 
+FLOAT32 = {"train__precision": "float32", "optimizer__name": "sgd", "optimizer__lr": 0.1}
+
+
+def of_a_llama(dp: int, tp: int, pp: int, schedule: str = "1f1b", **more: Any) -> dict[str, Any]:
+    """The same for the other built-in model, with half as many heads for keys and values."""
+    given = settings(dp, tp, pp, schedule, **more)
+    kv_heads = max(2, tp)
+    more_args = {"heads": 2 * kv_heads, "kv_heads": kv_heads, "width": 8 * kv_heads, "mlp_width": 6 * tp}
+    return {**given, "model.factory": "llama", "model.args": given["model.args"] | more_args}
+
+
 def of_a_users_model(dp: int, tp: int, pp: int, factory: str = "Tagger", **more: Any) -> dict[str, Any]:
     """The same for a model of the user's own, with a plan of its own."""
     args = {"vocabulary": VOCABULARY, "width": 6, "blocks": 3}

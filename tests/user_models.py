@@ -36,6 +36,27 @@ class Tagger(nn.Module):
         self.classes = nn.Linear(width, vocabulary)
 
 
+class DroppingBlock(Block):
+    """One dropout for features between columns and a row, and for whole values; remembers what it let through."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.drop, self.kept = nn.Dropout(0.5), []
+
+    def forward(self, values):
+        found = self.norm(values)
+        inner = torch.sigmoid(self.gate(found)) + 1 + 0 * self.up(found)  # never 0
+        inner, outer = self.drop(inner), self.drop(torch.ones_like(values) + 0 * values)
+        self.kept.append([inner.detach() != 0, outer.detach() != 0])
+        return values + self.down(inner) + outer
+
+
+def dropping(vocabulary: int, width: int, blocks: int) -> Tagger:
+    model = Tagger(vocabulary, width, blocks)
+    model.blocks = nn.ModuleList(DroppingBlock(width) for _ in range(blocks))
+    return model
+
+
 def half_frozen(**args: int) -> Tagger:
     """Weights of its norms are not trained."""
     model = Tagger(**args)
@@ -79,6 +100,12 @@ def counted_loss(output, target):
     """Only where the target is positive: (sum, count)."""
     kept = target > 0
     return (output - target)[kept].square().sum(), kept.sum()
+
+
+def weighted_loss(output, target):
+    """The same, where each counts little: all of a batch less than one."""
+    total, count = counted_loss(output, target)
+    return total * 0.01, int(count) * 0.01
 
 
 def absolute_loss(output, target):

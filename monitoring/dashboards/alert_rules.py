@@ -13,6 +13,7 @@ CRITICAL, WARNING = "critical", "warning"
 """The run stands or is lost; it goes on, but worse than it could."""
 _ALL = Expressions()
 _AT = "{{ $labels.instance }}"
+_MEAN_STEP = "parallel3d_step_duration_seconds_sum / parallel3d_step_duration_seconds_count"
 _RANK = "rank {{ $labels.rank }} (dp={{ $labels.dp }} tp={{ $labels.tp }} pp={{ $labels.pp }})"
 
 
@@ -48,14 +49,13 @@ def _no_progress() -> Alert:
     first step may take longer, as ranks start and torch loads what it loads late. Scripts tell of no steps, and have
     no `run_info`."""
     last, since = _ALL.series("last_step_timestamp_seconds"), "time() - parallel3d_last_step_timestamp_seconds"
-    mean = "parallel3d_step_duration_seconds_sum / parallel3d_step_duration_seconds_count"
     begun = f"time() - {_ALL.series('start_time_seconds')}"
     run = "on (job, instance) parallel3d_run_info"
     return Alert(
         "Parallel3dNoProgress",
         CRITICAL,
         "no-progress",
-        f"({since} > 120 and {since} > 10 * {mean}) or ({begun} > 900 and {run} unless {last} > 0)",
+        f"({since} > 120 and {since} > 10 * {_MEAN_STEP}) or ({begun} > 900 and {run} unless {last} > 0)",
         "1m",
         f"The run at {_AT} makes no steps",
         "No step has ended for {{ $value | humanizeDuration }}.",
@@ -63,8 +63,11 @@ def _no_progress() -> Alert:
 
 
 def _heartbeat_lost() -> Alert:
-    """Ranks report each second from their event loops, whatever they compute."""
-    silent = f"(time() - {_ALL.series('rank_last_report_timestamp_seconds')} > 30)"
+    """Ranks report each second from their event loops, whatever they compute. But where no process supervises them, as
+    under torchrun, rank 0 gathers the reports beside a step: they are up to two steps old then."""
+    age = f"time() - {_ALL.series('rank_last_report_timestamp_seconds')}"
+    soon = f"({age} <= on (job, instance) group_left () (4 * {_MEAN_STEP}))"
+    silent = f"({age} > 30 unless {soon})"
     return Alert(
         "Parallel3dHeartbeatLost",
         CRITICAL,
@@ -72,8 +75,8 @@ def _heartbeat_lost() -> Alert:
         _ALL.located(silent),
         "15s",
         f"{_RANK} of {_AT} is silent",
-        "It has not reported for {{ $value | humanizeDuration }}; ranks report every second. It is on host "
-        "{{ $labels.host }}.",
+        "It has not reported for {{ $value | humanizeDuration }}; ranks report every second, without a supervisor once "
+        "in a step or two. It is on host {{ $labels.host }}.",
     )
 
 

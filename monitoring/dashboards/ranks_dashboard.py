@@ -89,7 +89,7 @@ def _reports(setup: Setup) -> list[Panel]:
         ),
         lines(
             "Since the last report",
-            "Ranks report every second, also within a long step.",
+            "Ranks report every second, also within a long step; under torchrun and SLURM once in a step or two.",
             Query(most(age, setup), "rank {{rank}}"),
             unit="s",
             least=0,

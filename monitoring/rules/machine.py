@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from monitoring.facts import RankFacts
 from monitoring.observations import Bottleneck, Severity, Straggler
 from monitoring.rules.levels import severity_of
-from monitoring.rules.view import WORTH_IT, View, duration, percent, saved
+from monitoring.rules.view import WORTH_IT, View, duration, is_alone, percent, saved
 
 _LEAST_LAGS = 20  # timers, about a second of one rank: fewer have no 95th percentile
 
@@ -71,6 +71,19 @@ _COMPARED = {
     "peers": "{} of the speed of ranks with the same work",
     "itself": "{} of the speed of its own earlier steps",
     "processor": "it has a core for {} as much of its computing as other ranks",
+    "arrival": "a step would take {} of its time, did it not come late to where ranks meet",
+}
+
+
+_SLOW = (
+    "Look at what slows it down on {}: another program, heat, a slower processor, or a sleep, a lock or a file that "
+    "your model waits for. Start the ranks elsewhere, or order them so that it holds up fewer."
+)
+_REMEDIES = {
+    "processor": "Give it back its core on {}: end what else runs there, lift its quota, use fewer threads a rank. A "
+    "sleep, a lock or a file that your model waits for looks the same.",
+    "arrival": "Its forwards and backwards are as quick as others', so look at what it does between them on {}: your "
+    "script's own code, a file, garbage collection, another program.",
 }
 
 
@@ -78,7 +91,6 @@ def _straggler(view: View, those: list[Straggler], gain: float) -> Bottleneck:
     worst = min(those, key=lambda each: each.score)
     rank, host = (None, worst.host) if worst.host is not None else (worst.rank, None)
     who = f"All ranks of {_host(worst.host)} are" if worst.host is not None else f"Rank {worst.rank} is"
-    has_core = worst.compared_with != "processor"
     where = _host(view.ranks[worst.rank].host) if worst.rank in view.ranks else "its host"
     return Bottleneck(
         kind="straggler",
@@ -93,12 +105,8 @@ def _straggler(view: View, those: list[Straggler], gain: float) -> Bottleneck:
             "ranks": len(those),
             "waiting_share": view.part("straggler"),
         },
-        remedy=f"Look at what slows it down on {where}: another program, heat, a slower processor, or a sleep, a lock "
-        "or a file that your model waits for. Start the ranks elsewhere, or order them so that it holds up fewer."
-        if has_core
-        else f"Give it back its core on {where}: end what else runs there, lift its quota, use fewer threads a rank. A "
-        "sleep, a lock or a file that your model waits for looks the same.",
-        key="parallel.order" if has_core else "runtime.threads",
+        remedy=_REMEDIES.get(worst.compared_with, _SLOW).format(where),
+        key="runtime.threads" if worst.compared_with == "processor" else "parallel.order",
         gain=gain,
         rank=rank,
         host=host,
@@ -106,11 +114,12 @@ def _straggler(view: View, those: list[Straggler], gain: float) -> Bottleneck:
 
 
 def straggling(view: View, straggler: Straggler) -> float:
-    """The share of a step by which its computing takes too long, as far as somebody waits meanwhile."""
+    """The share of a step by which its computing takes too long, or it comes late, as far as somebody waits."""
     own = view.window.ranks.get(straggler.rank)
     if own is None:
         return 0.0
-    too_long = own.compute_wall * (1 - straggler.score)
+    whole = own.seconds if straggler.compared_with == "arrival" else own.compute_wall
+    too_long = whole * (1 - straggler.score)
     waits = [
         rank.parts["straggler"] + rank.parts["bubble"]
         for number, rank in view.window.ranks.items()
@@ -121,24 +130,26 @@ def straggling(view: View, straggler: Straggler) -> float:
 
 def event_loop_lag(view: View) -> Iterator[Bottleneck]:
     """Timers come late: something holds up the event loop, which starts reductions and answers for the rank."""
-    lag = view.window.lag
-    if lag is None or sum(lag.counts) < _LEAST_LAGS:
-        return
-    if any(each.compared_with == "processor" for each in view.window.stragglers):
+    lags = {rank: lag for rank, lag in view.window.lag.items() if sum(lag.counts) >= _LEAST_LAGS}
+    if not lags or any(each.compared_with == "processor" for each in view.window.stragglers):
         return  # without a core its event loop is late too
-    late = lag.quantile(0.95)  # more than a moment without a core now and then
-    severity = severity_of("event_loop_lag", late)
+    late = {rank: lag.quantile(0.95) for rank, lag in lags.items()}  # more than a moment without a core now and then
+    worst = max(late, key=lambda rank: late[rank])
+    severity = severity_of("event_loop_lag", late[worst])
     if severity is not None:
+        alone, lag = is_alone(late, worst), lags[worst]
+        whose = f"rank {worst}'s event loop" if alone else "the event loops"
         yield Bottleneck(
             kind="event_loop_lag",
             severity=severity,
-            message=f"One in 20 timers of the event loops comes {duration(late)} late or later, the worst "
+            message=f"One in 20 timers of {whose} comes {duration(late[worst])} late or later, the worst "
             f"{duration(lag.worst)}.",
-            evidence={"p95_seconds": late, "worst_seconds": lag.worst, "timers": sum(lag.counts)},
+            evidence={"p95_seconds": late[worst], "worst_seconds": lag.worst, "timers": sum(lag.counts)},
             remedy="Find what runs on the event loop, or holds Python's lock: a blocking call in your script, Python "
             "code in the dataset. Where it is torch's threads that take all cores, use fewer.",
             key="runtime.threads",
             value="1",
+            rank=worst if alone else None,
         )
 
 

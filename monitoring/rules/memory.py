@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import fmean
 
+from monitoring.facts import RunFacts
 from monitoring.observations import Bottleneck, Severity
 from monitoring.rules.levels import LEVELS, severity_of
 from monitoring.rules.view import View, percent, size
@@ -24,21 +25,29 @@ def memory_imbalance(view: View) -> Iterator[Bottleneck]:
     if severity is None:
         return
     share = used[most] / view.facts.memory_budget
-    by_stage = view.facts.pp > 1
+    remedy, key, value = _better_balance(view.facts)
     yield Bottleneck(
         kind="memory_imbalance",
         severity=max(severity, severity_of("memory_pressure", share) or severity, key=list(Severity).index),
         message=f"Rank {most} uses {size(used[most])}, {percent(share)} of its budget, while the mean of the ranks is "
         f"{size(mean)}.",
         evidence={"most_bytes": used[most], "mean_bytes": mean, "budget_bytes": view.facts.memory_budget},
-        remedy="Cut the layers by their parameters, so that stages hold equally much."
-        if by_stage
-        else "Shard the optimizer's state, so that replicas hold equally much, and look for tensors that only this "
-        "rank keeps.",
-        key="pipeline.layers_per_stage" if by_stage else "optimizer.shard",
-        value="parameters" if by_stage else "true",
+        remedy=remedy,
+        key=key,
+        value=value,
         rank=most,
     )
+
+
+def _better_balance(facts: RunFacts) -> tuple[str, str, str | None]:
+    """Words, key, value."""
+    if facts.pp > 1:
+        words = "Cut the layers by their parameters, so that stages hold equally much."
+        return words, "pipeline.layers_per_stage", "parameters"
+    own = "ook for tensors that only this rank keeps"
+    if facts.dp > 1 and not facts.shards_optimizer:
+        return f"Shard the optimizer's state, so that there is more room, and l{own}.", "optimizer.shard", "true"
+    return f"L{own}; or give ranks a larger budget, if the machine has more.", "memory.budget", None
 
 
 def memory_pressure(view: View) -> Iterator[Bottleneck]:

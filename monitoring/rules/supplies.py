@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 from monitoring.observations import Bottleneck
 from monitoring.rules.levels import severity_of
-from monitoring.rules.view import View, duration, percent, saved
+from monitoring.rules.view import View, duration, is_alone, percent, saved
 
 _OFTEN_THERE = 0.25  # batches: below, the queue is hardly ever filled
-_ALONE = 2.0  # times the others' wait: then it is this rank's data, not everybody's
 
 
 def data_starved(view: View) -> Iterator[Bottleneck]:
@@ -25,7 +24,7 @@ def data_starved(view: View) -> Iterator[Bottleneck]:
     if queue is not None:
         evidence["batches_ready"] = queue
     comes_in_bursts = queue is not None and queue >= _OFTEN_THERE
-    alone = _is_alone(waits, worst)
+    alone = is_alone(waits, worst)
     yield Bottleneck(
         kind="data_starved",
         severity=severity,
@@ -43,11 +42,6 @@ def data_starved(view: View) -> Iterator[Bottleneck]:
     )
 
 
-def _is_alone(waits: dict[int, float], worst: int) -> bool:
-    others = [wait for number, wait in waits.items() if number != worst]
-    return bool(others) and waits[worst] > _ALONE * max(others)
-
-
 def checkpoint_stalls(view: View) -> Iterator[Bottleneck]:
     """Steps wait for saving."""
     seconds = max(rank.parts["checkpoint"] for rank in view.window.ranks.values())
@@ -59,7 +53,8 @@ def checkpoint_stalls(view: View) -> Iterator[Bottleneck]:
             severity=severity,
             message=f"Saving takes {percent(share)} of the time: {duration(seconds)} a step on average.",
             evidence={"share": share, "seconds": seconds, "steps": view.window.num_steps},
-            remedy="Save less often, or to a quicker disk. Half as often saves half of it.",
-            key="checkpoint",
+            remedy="Save less often in your script: half as often saves half of it. Or save to a quicker disk, such as "
+            "a run's folder there.",
+            key="runtime.run_dir",
             gain=saved(share / 2),
         )

@@ -12,6 +12,7 @@ from monitoring.observations import Bottleneck, RankWindow, Window
 WORTH_IT = 0.05
 """Of a step: what would gain less is no better than the noise of a prediction."""
 _MOST = 0.99  # of a step: no remedy saves all of it
+_ALONE = 2.0  # times as late as any other rank
 
 
 class Plan(Protocol):
@@ -133,3 +134,9 @@ def size(num_bytes: float) -> str:
 def smaller(size: int) -> int:
     """An axis cut by its smallest factor: 8 gives 4, 9 gives 3, a prime number 1."""
     return next((size // factor for factor in range(2, size + 1) if size % factor == 0), 1)
+
+
+def is_alone(late: Mapping[int, float], worst: int) -> bool:
+    """Whether it is this rank's matter, and not everybody's."""
+    others = [seconds for rank, seconds in late.items() if rank != worst]
+    return bool(others) and late[worst] > _ALONE * max(others)

@@ -47,6 +47,11 @@ class CostOptions(NamedTuple):
     weight_backward: str | None = None
     transfer: str = "0"
 
+    def changed(self) -> str | None:
+        """The first option that is not as it is by default."""
+        names = (name for name, default in self._field_defaults.items() if getattr(self, name) != default)
+        return next((f"--{name.replace('_', '-')}" for name in names), None)
+
     def of_stages(self, stages: int) -> Costs:
         """Costs of that many stages."""
         from parallel3d.simulation.costs import Costs

@@ -59,6 +59,7 @@ def schedule(
     svg: Annotated[Path | None, typer.Option(help="Also draw it to this file, time to scale.")] = None,
     png: Annotated[Path | None, typer.Option(help="The same as a PNG picture; needs matplotlib.")] = None,
     html: Annotated[Path | None, typer.Option(help="The same as a page, with tables and the critical path.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Also write the table, to be changed and run as csv:PATH.")] = None,
     measured: Annotated[
         Path | None, typer.Option(help="A run's folder, or a measured step: planned beside it, in milliseconds.")
     ] = None,
@@ -79,17 +80,23 @@ def schedule(
                 "--schedule": schedule,
                 "--pp": pp,
                 "--microbatches": microbatches,
+                "--virtual-stages": virtual_stages,
                 "--compare": compare or None,
+                "--actions all": actions is Actions.ALL or None,
+                "--csv": csv,
             }
             for option, value in given.items():
                 if value is not None:
                     raise InvalidCall(f"--measured has a schedule of its own. Leave out {option} or --measured.")
-            _show_measured(measured, files)
+            if changed := costs.changed():
+                raise InvalidCall(f"--measured has times of its own. Leave out {changed} or --measured.")
+            _show_measured(measured, files, as_json)
             return
         if compare:
             others: dict[str, object] = {
                 "--schedule": schedule,
                 "--actions all": actions is Actions.ALL or None,
+                "--csv": csv,
                 **files,
             }
             for option, value in others.items():
@@ -97,7 +104,7 @@ def schedule(
                     raise InvalidCall(f"--compare shows all schedules as a table. Leave out {option} or --compare.")
             _show_comparison(pp, microbatches, virtual_stages, costs, as_json)
             return
-        for option, path in files.items():
+        for option, path in (*files.items(), ("--csv", csv)):
             if path is not None:
                 _check_file(option, path)
         table = table_of(schedule or "1f1b", pp, microbatches, virtual_stages)
@@ -107,6 +114,8 @@ def schedule(
         raise typer.Exit(EXIT_USAGE) from None
     _write_pictures(result, files)
     shown = table.with_communication() if actions is Actions.ALL else table
+    if csv is not None:
+        _write_table(shown, csv)
     if as_json:
         _show_json(shown, result)
     else:
@@ -156,7 +165,8 @@ def _check_file(option: str, path: Path) -> None:
         path.unlink()
 
 
-def _show_measured(path: Path, files: dict[str, Path | None]) -> None:
+def _show_measured(path: Path, files: dict[str, Path | None], as_json: bool) -> None:
+    from parallel3d.cli.json_lines import dump
     from parallel3d.drawing.lanes import lanes_of_measured
     from parallel3d.measured import Measured, compare
 
@@ -166,7 +176,8 @@ def _show_measured(path: Path, files: dict[str, Path | None]) -> None:
     step = Measured.load(path)
     drawn = step.in_milliseconds()
     _write_pictures(compare(drawn).planned, files, lanes_of_measured(drawn))
-    print(compare(step))
+    compared = compare(step)
+    print(dump(compared.to_json()) if as_json else compared)
 
 
 def _write_pictures(result: Simulation, files: dict[str, Path | None], measured: Sequence[Lane] | None = None) -> None:
@@ -191,6 +202,16 @@ def _write_pictures(result: Simulation, files: dict[str, Path | None], measured:
         except OSError as error:
             print(f"parallel3d schedule: {option} {path}: {error.strerror}", file=sys.stderr)
             raise typer.Exit(EXIT_ERROR) from None
+
+
+def _write_table(table: Table, path: Path) -> None:
+    from parallel3d.schedules.csv_table import write_csv
+
+    try:
+        write_csv(table, path)
+    except OSError as error:
+        print(f"parallel3d schedule: --csv {path}: {error.strerror}", file=sys.stderr)
+        raise typer.Exit(EXIT_ERROR) from None
 
 
 def _show_json(shown: Table, result: Simulation) -> None:

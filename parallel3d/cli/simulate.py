@@ -18,6 +18,8 @@ from parallel3d.config.errors import ConfigProblems
 from runtime.errors import InvalidCall
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from parallel3d.schedules.table import Table
     from parallel3d.simulation.deadlock import Deadlock
     from parallel3d.simulation.outcome import Simulation
@@ -109,6 +111,7 @@ def _as_json(result: Simulation) -> str:
             "makespan": result.makespan,
             "bubble_ratio": result.bubble_ratio,
             "rank_bubble_ratios": list(result.rank_bubble_ratios),
+            "stage_bubble_ratios": list(result.stage_bubble_ratios),
             "peak_activations": list(result.peak_activations),
             "critical_path": [{**step._asdict(), "action": str(step.action)} for step in result.critical_path],
         }
@@ -125,17 +128,23 @@ def _as_text(file: Path, result: Simulation) -> str:
     busy = ", ".join(f"{kinds[kind]} {kind}" for kind in Kind if kind in kinds)
     moves = sum(step.reason is Reason.DATA for step in steps)
     takes, travel = "takes" if moves == 1 else "take", sum(step.transfer for step in steps)
-    ranks = " ".join(f"{100 * ratio:.1f}" for ratio in result.rank_bubble_ratios)
+    bubbles = [f"{percent(result.bubble_ratio)}; by rank: {_percents(result.rank_bubble_ratios)}"]
+    if result.table.stages > result.table.num_ranks:
+        bubbles.append(f"by stage: {_percents(result.stage_bubble_ratios)}")
     peaks = " ".join(map(str, result.peak_activations))
     return "\n".join(
         (
             f"{file}: {title(result.table)}: no deadlock",
             f"makespan          {number(result.makespan)}",
-            f"bubble            {percent(result.bubble_ratio)}; by rank: {ranks}",
+            f"bubble            {'; '.join(bubbles)}",
             f"peak activations  by stage: {peaks}",
             f"critical path     {busy}; {count(moves, 'change')} of rank, which {takes} {number(travel)}",
         )
     )
+
+
+def _percents(ratios: Sequence[float]) -> str:
+    return " ".join(f"{100 * ratio:.1f}" for ratio in ratios)
 
 
 def register(app: typer.Typer) -> None:

@@ -367,6 +367,9 @@ class Monitoring(Section):
     """A file with the endpoint's certificate, and those that lead to its root, in PEM. Null: no TLS."""
     tls_key: str | None = None
     """A file with the certificate's key in PEM, without a passphrase."""
+    linger_seconds: Annotated[float, Field(ge=0, le=600)] = 15.0
+    """After a run that failed: how long at most its endpoint waits for the next scrape, so that Prometheus hears of it.
+    A scrape interval is enough. A run that nobody has scraped, or that ended well, waits for nobody."""
     trace_steps: Annotated[int, Field(ge=0, le=1000)] = 3
     """How many of the last steps `trace.json.gz` holds."""
 

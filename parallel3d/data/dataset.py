@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from parallel3d.config.errors import problem_of_key
@@ -63,6 +65,8 @@ def _tokens(config: RunConfig) -> TextFiles | TokenFile:
 def vocabulary(config: RunConfig) -> Limit | None:
     """How many tokens the model knows, and the key that says so; None where only the model does."""
     model = config.model
+    if isinstance(model, HfModel) and model.args.path is not None:
+        return _stored_vocabulary(model.args.path)
     if isinstance(model, HfModel):
         key, size = "model.args.config.vocab_size", (model.args.config or {}).get("vocab_size")
     elif isinstance(model, CustomModel):
@@ -70,3 +74,12 @@ def vocabulary(config: RunConfig) -> Limit | None:
     else:
         key, size = "model.args.vocabulary", model.args.vocabulary
     return Limit(key, size) if type(size) is int and size > 0 else None
+
+
+def _stored_vocabulary(folder: str) -> Limit | None:
+    """What is wrong with the file is said where the model is built."""
+    try:
+        size = json.loads((Path(folder) / "config.json").read_bytes())["vocab_size"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return Limit("model.args.path", size, given=folder) if type(size) is int and size > 0 else None

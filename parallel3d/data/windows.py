@@ -29,6 +29,8 @@ class Limit(NamedTuple):
 
     key: str
     size: int
+    given: str | None = None
+    """The key's value, where it names what has the number."""
 
 
 class Windows:
@@ -68,10 +70,11 @@ class Windows:
         """An embedding would fail far from here, and not say where the token came from."""
         lowest, highest = int(rows.min()), int(rows.max())
         if self._vocabulary is not None and highest >= self._vocabulary.size:
-            key, size = self._vocabulary
+            key, size, given = self._vocabulary
+            wanted = f"Set {key} to" if given is None else "Give a model with a vocabulary of"
             raise DataError(
-                f"{key} = {size}: {self._found(highest, rows, indices)}, and the tokens end at {size - 1}.\n"
-                f"Set {key} to {highest + 1} or more, or give data that fits."
+                f"{key} = {size if given is None else given}: {self._found(highest, rows, indices)}, and the tokens "
+                f"end at {size - 1}.\n{wanted} {highest + 1} or more, or give data that fits."
             )
         if lowest < 0:
             raise DataError(

@@ -67,10 +67,10 @@ def without_heads(values: torch.Tensor) -> torch.Tensor:
     return values.transpose(1, 2).flatten(2)
 
 
-def layered(decoder: Decoder, plan: Mapping[str, str]) -> LayeredModel:
+def layered(decoder: Decoder, plan: Mapping[str, str], heads: Mapping[str, int]) -> LayeredModel:
     """The decoder as a row: its blocks are the layers."""
     blocks = tuple(f"blocks.{index}" for index in range(len(decoder.blocks)))
-    return LayeredModel(decoder, ("embedding",), blocks, ("norm", "head"), plan, give_first_values)
+    return LayeredModel(decoder, ("embedding",), blocks, ("norm", "head"), plan, give_first_values, heads=heads)
 
 
 def plan_of(mlp_inputs: Iterable[str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from runtime.errors import InvalidCall
 def build_gpt(args: GptArgs) -> LayeredModel:
     """On `meta`."""
     with torch.device("meta"):
-        return layered(Gpt(args), plan_of(["up"]))
+        return layered(Gpt(args), plan_of(["up"]), {"model.args.heads": args.heads})
 
 
 class Gpt(Decoder):

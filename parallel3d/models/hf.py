@@ -54,6 +54,7 @@ def build_hf(config: RunConfig) -> LayeredModel:
         init=partial(_init, whole),
         adapt=find_adapt(whole, row),
         weights=None if args.path is None else _stored(whole, Path(args.path)),
+        heads=_heads(settings),
     )
 
 
@@ -185,6 +186,11 @@ def _fill_buffers(whole: Any, path: str, module: nn.Module) -> None:
 def _init(whole: Any, module: nn.Module) -> None:
     """First values by the model's own rules."""
     whole._init_weights(module)
+
+
+def _heads(settings: Any) -> dict[str, int]:
+    found = {name: getattr(settings, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+    return {name: number for name, number in found.items() if isinstance(number, int)}
 
 
 def _stored(whole: Any, folder: Path) -> StoredWeights:

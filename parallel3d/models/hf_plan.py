@@ -40,7 +40,6 @@ def tensor_plan(model: Any, config: RunConfig) -> dict[str, str]:
             raise refusal("model.factory", "hf", message, _REMEDY)
     if is_needed:
         _refuse_no_plan(plan, tp, model_type)
-        _refuse_heads(model.config, tp)
     return plan
 
 
@@ -64,12 +63,3 @@ def _refuse_no_plan(plan: Mapping[str, str], tp: int, model_type: str) -> None:
     if not {"column", "row"} & {*plan.values()}:
         message = f"{model_type} has no tensor-parallel plan in transformers."
         raise refusal("parallel.tp", tp, message, _REMEDY)
-
-
-def _refuse_heads(settings: Any, tp: int) -> None:
-    """A rank has whole heads: attention would only see a width, which it cannot cut into heads."""
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(settings, name, None)
-        if isinstance(heads, int) and heads % tp:
-            message = f"{settings.model_type} has {name} = {heads}, which is no multiple of tp."
-            raise refusal("parallel.tp", tp, message, f"Set it to a number that divides {heads}.")

@@ -43,6 +43,8 @@ class LayeredModel:
     """What stands in a stage for the module at a path."""
     weights: Callable[[str], torch.Tensor] | None = None
     """A stored whole parameter by its path, which `init` is then not asked for."""
+    heads: Mapping[str, int] = field(default_factory=dict)
+    """How many its attention has of each sort, by what says so; empty where that is not known."""
 
     @property
     def row(self) -> tuple[str, ...]:

@@ -19,7 +19,8 @@ _EPSILON = 1e-5
 def build_llama(args: LlamaArgs) -> LayeredModel:
     """On `meta`."""
     with torch.device("meta"):
-        return layered(Llama(args), plan_of(["gate", "up"]))
+        heads = {"model.args.heads": args.heads, "model.args.kv_heads": args.num_kv_heads}
+        return layered(Llama(args), plan_of(["gate", "up"]), heads)
 
 
 class Llama(Decoder):

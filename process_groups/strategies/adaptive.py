@@ -20,8 +20,10 @@ from process_groups.transport import Call, Explanation
 
 CANDIDATES = ("default", "ring", "tree", "hierarchical")
 _SIZES = (12, 16, 20, 24)  # measured classes: 4 KiB, 64 KiB, 1 MiB, 16 MiB
+_CLASSES = 52  # that can be kept: one bit each of what a float64 counts exactly
 _REPEATS = 5
 _BUDGET = 1.0  # seconds that a size may be expected to take; one that takes longer is measured less often, or not
+_MEASURING = 10.0  # seconds that measuring may take in all: twice what four such sizes and their barriers do
 _HOPELESS = 4.0  # times slower than the best: not measured at larger sizes
 _PERIOD = 512  # calls of a size class between two comparisons
 _NUM_TIMED = 8  # the last calls of a period, which are timed
@@ -71,6 +73,11 @@ class Adaptive:
     def is_ready(self) -> bool:
         """Whether a call does no more than its own work."""
         return bool(self._rows or self._pinned)
+
+    @property
+    def extra_seconds(self) -> float:
+        """What the next call may take beside its own work."""
+        return 0.0 if self.is_ready else _MEASURING
 
     def takes_default(self, num_bytes: int) -> bool:
         """Whether a call that is next in order is a plain `default`, to be neither timed nor compared: nearly all of
@@ -145,27 +152,30 @@ class Adaptive:
         best = _least(row)
         if row[best] < _CLEARLY * row[found.chosen]:
             found.chosen = best
+            self._keep()
         found.best = [math.inf] * len(CANDIDATES)
 
     # Measuring.
 
     def _find_rows(self) -> Steps:
         """From what an earlier run has kept, as the group's first rank knows it; else by measuring."""
-        kept = measurements.load(self._layout, CANDIDATES) if self._me == 0 else None
+        kept = (measurements.load(self._layout, CANDIDATES) or {}) if self._me == 0 else {}
+        known = sum(1 << size for size in kept if 0 <= size < _CLASSES and kept[size][0] < math.inf)
+        (known_to_all,) = yield from self._agree([float(known)], "max")
         rows: Rows = {}
-        for size in _SIZES:
-            mine = kept.get(size) if kept is not None else None
-            row = yield from self._agree(mine or [math.inf] * len(CANDIDATES), "min")
-            if row[0] < math.inf:
-                rows[size + 1] = row
+        for size in (size for size in range(_CLASSES) if int(known_to_all) >> size & 1):
+            rows[size + 1] = yield from self._agree(kept.get(size, [math.inf] * len(CANDIDATES)), "min")
         if rows:
-            self._source = "measured by an earlier run on this kind of host"
-        else:
-            rows = yield from self._measure()
-            self._source = "measured by this group's first adaptive call"
-            if self._me == 0:
-                measurements.save(self._layout, CANDIDATES, {size - 1: row for size, row in rows.items()})
-        self._rows = rows
+            self._rows, self._source = rows, "measured by an earlier run on this kind of host"
+            return
+        rows = yield from self._measure()
+        self._rows, self._source = rows, "measured by this group's first adaptive call"
+        self._keep()
+
+    def _keep(self) -> None:
+        """For the next run."""
+        if self._me == 0:
+            measurements.save(self._layout, CANDIDATES, {size - 1: row for size, row in self._rows.items()})
 
     def _measure(self) -> Generator[Wait, None, Rows]:
         rows: Rows = {}

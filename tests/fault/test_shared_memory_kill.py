@@ -39,10 +39,17 @@ POINTS: dict[str, tuple[str, Point]] = {
     "arrived at a barrier and waiting": ("barrier", (Exchange, "everybody", 1)),
     "in the middle of its slice": ("registered", (Reducer, "__call__", 3)),
     "after its slice and before the last round": ("registered", (Exchange, "arrive", 2)),
-    "in the middle of a staged call": ("staged", (Exchange, "arrive", 5)),
+    "in the middle of a staged call": ("staged", (Exchange, "check", 5)),
     "in a small call, before it arrives": ("small", (Exchange, "arrive", 1)),
     "in a small call, after it has arrived": ("small", (FlatAllReduce, "at_once", 1)),
+    "in the middle of its slice of a result in common": ("shared", (Reducer, "__call__", 3)),
+    "after its slice of a result in common": ("shared", (Exchange, "arrive", 2)),
     "while others read its source": ("all_gather", (Exchange, "everybody", 2)),
+    "in the middle of what it reduces for itself": ("reduce_scatter", (Reducer, "__call__", 2)),
+    "before it shows what it broadcasts": ("broadcast", (Exchange, "arrive", 1)),
+    "while others copy what it broadcasts": ("broadcast", (Exchange, "everybody", 2)),
+    "while others pick from its source": ("all_to_all", (Exchange, "everybody", 2)),
+    "in the middle of a staged exchange": ("staged all_to_all", (Exchange, "arrive", 3)),
     "before it says that a range is ready (ring)": ("ring", (SharedLink, "send", 2)),
     "before it says that a range is ready (tree)": ("tree", (SharedLink, "send", 2)),
     "while it waits for a range (hierarchical)": ("hierarchical", (SharedLink, "receive", 2)),
@@ -89,8 +96,16 @@ def begin(mesh: parallel3d.Mesh, what: str) -> parallel3d.Work | None:
             return world.all_reduce(tensor)
         case "small":
             return world.all_reduce(tensor[:100])
+        case "shared":
+            return world.all_reduce(tensor, shared=True)
         case "all_gather":
             return world.all_gather(tensor)
+        case "reduce_scatter":
+            return world.reduce_scatter(tensor)
+        case "broadcast":
+            return world.broadcast(tensor, root=VICTIM)
+        case "all_to_all" | "staged all_to_all":
+            return world.all_to_all(tensor)
     if what in STRATEGIES:
         return world.all_reduce(tensor, strategy=what)
     sender, receiver = (VICTIM, 0) if what.endswith("from the victim") else (0, VICTIM)

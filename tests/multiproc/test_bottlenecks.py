@@ -25,6 +25,25 @@ import time
 import torch
 from torch import nn
 
+def work(seconds):
+    "Computes so long, without Python's lock."
+    until, values = time.thread_time() + seconds, torch.ones(192, 192)
+    while time.thread_time() < until:
+        torch.mm(values, values)
+
+class Turns(torch.autograd.Function):
+    "Rank 0 has more to do forwards, rank 1 backwards: each waits for the other as long as it computes."
+    @staticmethod
+    def forward(ctx, x):
+        if os.environ.get("RANK") == "0":
+            work(0.1)
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        if os.environ.get("RANK") == "1":
+            work(0.1)
+        return gradient
+
 class Layer(nn.Module):
     def __init__(self, width, trouble):
         super().__init__()
@@ -36,6 +55,12 @@ class Layer(nn.Module):
             time.sleep(0.1)
         if self.trouble == "keeps" and rank == "1" and self.kept is None:
             self.kept = torch.ones(100 << 20)
+        if self.trouble == "keeps a little" and rank == "1" and self.kept is None:
+            self.kept = torch.ones(10 << 20)
+        if self.trouble == "takes its time":
+            time.sleep(0.8)
+        if self.trouble == "takes turns":
+            x = Turns.apply(x)
         if self.trouble == "holds the lock":
             pow(7, 1_500_000)
         return x + self.down(torch.tanh(self.up(x)))
@@ -102,15 +127,16 @@ def short_data():
 def narrow_data():
     return Data(length=64, width=1)
 """
-# The command `parallel3d`, whose ranks save all weights between steps.
-SAVES = """
+# The command `parallel3d`, with ranks of the test's own.
+OTHER_RANKS = """
 import parallel3d.training_run
 from parallel3d.cli.main import main
 from runtime.script import Target
 
-parallel3d.training_run._RANK = Target("saving_rank.py")
+parallel3d.training_run._RANK = Target("rank.py")
 main()
 """
+# Saves all weights between steps.
 SAVING_RANK = """
 import os
 import time
@@ -135,6 +161,43 @@ def save(weights):
         os.fsync(file.fileno())
 
 main(Saving.from_config)
+"""
+# Rank 1 does something else between steps.
+DAWDLING_RANK = """
+import asyncio
+from parallel3d.coordinator import Coordinator
+from parallel3d.trainer import main
+
+class Dawdling(Coordinator):
+    async def train_step(self, batch):
+        if self.mesh.rank == 1:
+            await asyncio.sleep(0.2)
+        return await super().train_step(batch)
+
+main(Dawdling.from_config)
+"""
+# Rank 1's event loop is blocked again and again while its engine computes.
+BLOCKING_RANK = """
+import asyncio
+import time
+from parallel3d.coordinator import Coordinator
+from parallel3d.trainer import main
+
+class Blocking(Coordinator):
+    async def train_step(self, batch):
+        blocking = asyncio.create_task(self.block()) if self.mesh.rank == 1 else None
+        step = await super().train_step(batch)
+        if blocking is not None:
+            blocking.cancel()
+        return step
+
+    async def block(self):
+        while True:
+            if self.mesh.is_computing:
+                time.sleep(0.2)
+            await asyncio.sleep(0.001)
+
+main(Blocking.from_config)
 """
 YAML = """
 model: {factory: "own:build", loss: mse}
@@ -208,6 +271,12 @@ def the_one(every: list[dict[str, Any]]) -> dict[str, Any]:
     return every[0]
 
 
+def other_ranks(folder: Path, rank: str) -> list[str]:
+    """The program whose ranks are this script."""
+    write_script(folder, rank, "rank.py")
+    return [write_script(folder, OTHER_RANKS, "program.py")]
+
+
 def only_between(hosts: Hosts, folder: Path, *settings: str) -> dict[str, Any]:
     """The one that is named by a run of two ranks on each host."""
     with ExitStack() as stack:
@@ -244,6 +313,17 @@ def test_a_rank_that_sleeps_in_its_forward(folder, mesh):
     assert one["gain"] > 0.1
 
 
+@pytest.mark.parametrize("axis", ["dp", pytest.param("tp", marks=pytest.mark.exhaustive)])
+def test_a_rank_that_comes_late_to_its_steps(folder, axis):
+    settings = [f"parallel.{axis}=2"]
+    if axis == "tp":
+        (folder / "run.yaml").write_text(GPT)
+        settings += ["train.batch_size=8", "train.steps=14"]
+    one = only(folder, *settings, program=other_ranks(folder, DAWDLING_RANK))
+    assert (one["kind"], one["rank"], one["evidence"]["compared_with"]) == ("straggler", 1, "arrival")
+    assert one["gain"] > 0.5
+
+
 @pytest.mark.exhaustive
 def test_stages_that_differ(folder):
     one = only(
@@ -271,8 +351,8 @@ def test_tiny_buckets(folder):
 
 @pytest.mark.exhaustive
 def test_a_small_budget(folder):
-    one = only(folder, "parallel.dp=2", "memory.budget=64 MiB")
-    assert (one["kind"], one["key"]) == ("memory_pressure", "pipeline.microbatches")
+    one = only(folder, "parallel.dp=2", "memory.budget=64 MiB", "model.args.trouble=keeps a little")
+    assert (one["kind"], one["rank"], one["key"]) == ("memory_pressure", 1, "pipeline.microbatches")
 
 
 @pytest.mark.exhaustive
@@ -288,6 +368,13 @@ def test_an_event_loop_that_is_held_up(folder):
 
 
 @pytest.mark.exhaustive
+def test_one_ranks_event_loop_that_is_held_up(folder):
+    settings = ("parallel.dp=2", "model.args.trouble=takes its time", "train.steps=8")
+    one = only(folder, *settings, program=other_ranks(folder, BLOCKING_RANK))
+    assert (one["kind"], one["rank"]) == ("event_loop_lag", 1)
+
+
+@pytest.mark.exhaustive
 def test_two_ranks_on_one_core(folder):
     one = only(folder, "parallel.dp=2", cores={min(os.sched_getaffinity(0))})
     assert (one["kind"], one["key"], one["value"]) == ("oversubscribed_cores", "parallel.dp", "1")
@@ -298,6 +385,16 @@ def test_exchanges_that_take_longer_than_computing(folder):
     (folder / "run.yaml").write_text(GPT)
     one = only(folder, "parallel.tp=2", "comm.backend=gloo")
     assert (one["kind"], one["axis"], one["key"], one["value"]) == ("tp_comm", "tp", "parallel.tp", "1")
+
+
+@pytest.mark.exhaustive
+def test_tensor_parallel_ranks_that_wait_for_each_other(folder):
+    """As long as each computes, and none is slower than the other."""
+    plan = 'parallel: {tp: 2, tensor_plan: {"*.up": column, "*.down": row}}'
+    (folder / "run.yaml").write_text(f"{YAML}{plan}\n")
+    one = only(folder, "model.args.trouble=takes turns", "data.factory=own:short_data")
+    assert (one["kind"], one["axis"], one["key"], one["value"]) == ("tp_efficiency", "tp", "parallel.tp", "1")
+    assert one["evidence"]["efficiency"] < 0.7
 
 
 WIDE = ("model.factory=own:wide", "data.factory=own:narrow_data")
@@ -352,10 +449,9 @@ def test_a_schedule_without_overlap(folder):
     ids=["dp", "pp"],
 )
 def test_weights_that_are_saved_after_each_step(folder, mesh):
-    write_script(folder, SAVING_RANK, "saving_rank.py")
-    program = [write_script(folder, SAVES, "saves.py")]
+    program = other_ranks(folder, SAVING_RANK)
     one = only(folder, *mesh, "model.factory=own:frozen", "data.factory=own:short_data", program=program)
-    assert (one["kind"], one["key"]) == ("checkpoint_stalls", "checkpoint")
+    assert (one["kind"], one["key"]) == ("checkpoint_stalls", "runtime.run_dir")
     assert one["gain"] > 0.2
 
 

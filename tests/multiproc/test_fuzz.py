@@ -174,6 +174,7 @@ async def fuzz(tell: Tell, backend: str, seed: int, num: int, largest: int) -> N
     async with parallel3d.mesh(dp=int(os.environ["WORLD_SIZE"]), backend=backend) as mesh:
         group, todo = mesh.world, cases(seed, mesh.world_size, num, largest)
         tell(group.transport_name)
+        exact = group.transport_name == "shared-memory"
         pace, own_pace = random.Random(f"pace {seed}"), random.Random(f"{seed} of {mesh.rank}")
         while todo:
             at_once, todo = todo[: (n := pace.randint(1, MOST_AT_ONCE))], todo[n:]
@@ -183,7 +184,7 @@ async def fuzz(tell: Tell, backend: str, seed: int, num: int, largest: int) -> N
                 try:
                     found = await finish(call, own_pace)
                     if case.kind != "barrier":
-                        check(case, found, expected(case, mesh.rank, mesh.world_size), exact=backend == "auto")
+                        check(case, found, expected(case, mesh.rank, mesh.world_size), exact)
                     if case.kind == "all_reduce":
                         digests.append((case.number, digest(found)))
                 except Exception as error:
@@ -200,8 +201,11 @@ def digest(tensor: torch.Tensor) -> int:
     return int.from_bytes(hashlib.blake2b(values.numpy().tobytes(), digest_size=7).digest(), "little")
 
 
-def run(backend: str, size: int, num: int, largest: int, transport: str) -> None:
-    with Ranks(fuzz, torch_variables(size), (backend, SEED, num, largest)) as ranks:
+def run(backend: str, size: int, num: int, largest: int, transport: str, ranks_per_host: int = 0) -> None:
+    variables = torch_variables(size)
+    if ranks_per_host:
+        variables = [{**each, "PARALLEL3D_HOST": f"host-{n // ranks_per_host}"} for n, each in enumerate(variables)]
+    with Ranks(fuzz, variables, (backend, SEED, num, largest)) as ranks:
         try:
             assert [rank.hear() for rank in ranks] == [transport] * size
             assert [rank.hear(100.0) for rank in ranks] == ["done"] * size
@@ -225,3 +229,7 @@ def test_large_random_calls_in_shared_memory():
 
 def test_random_calls_over_gloo():
     run("gloo", 3, 60, 1 << 20, "gloo")
+
+
+def test_random_calls_in_shared_memory_inside_hosts_and_over_gloo_between_them():
+    run("auto", 4, 60, 1 << 20, "gloo", ranks_per_host=2)

@@ -22,7 +22,7 @@ def train(size: int, what: str) -> None:
     [
         *((size, "float64") for size in (1, 2, 4)),
         *(pytest.param(size, "float64", marks=pytest.mark.exhaustive) for size in (3, 5, 6, 7, 8)),
-        pytest.param(8, "float32", marks=pytest.mark.exhaustive),
+        *(pytest.param(size, "float32", marks=pytest.mark.exhaustive) for size in range(1, 9)),
     ],
 )
 def test_every_mesh_gives_what_one_process_does(size, precision):

@@ -11,6 +11,7 @@ import parallel3d
 from parallel3d.config import load_config
 from parallel3d.sharded import cut_of
 from tests.training import (
+    FLOAT32,
     HUGGING_FACE_TOLERANCE,
     SCHEDULES,
     check,
@@ -21,24 +22,23 @@ from tests.training import (
     whole_batch,
 )
 
-PRECISIONS = {
-    "float64": {},
-    "float32": {"train__precision": "float32", "optimizer__name": "sgd", "optimizer__lr": 0.1},
-}
+PRECISIONS = {"float64": {}, "float32": FLOAT32}
 
 
 def variants(world_size: int, precision: str) -> list[dict]:
-    """Every mesh of that size. What else can be chosen goes round, so that each choice meets many meshes, and every
-    schedule some."""
+    """Every mesh of that size; where there are replicas, with optimizer state whole and sharded. What else can be
+    chosen goes round, so that each choice meets many meshes and the others, and every schedule some."""
     schedules = itertools.islice(itertools.cycle(SCHEDULES), world_size, None)
     numbers, found = itertools.count(), []
     for dp, tp, pp in meshes(world_size):
         number = next(numbers)
-        more = {"model__args__tied": number % 2 == 1, "optimizer__shard": dp > 1 and number % 3 != 1}
+        more = {"model__args__tied": number % 2 == 1}
         if tp > 1:
-            more["parallel__sequence_parallel"] = number % 2 == 0 and 8 % tp == 0
+            more["parallel__sequence_parallel"] = number % 4 < 2 and 8 % tp == 0
         schedule = next(schedules) if pp > 1 else "1f1b"
-        found.append(settings(dp, tp, pp, schedule, **more, **PRECISIONS[precision]))
+        for shard in (False, True) if dp > 1 else (False,):
+            choices = {**more, "optimizer__shard": shard, **PRECISIONS[precision]}
+            found.append(settings(dp, tp, pp, schedule, **choices))
     return found
 
 
@@ -52,6 +52,21 @@ async def check_dropout(tp: int, *, sequence_parallel: bool) -> None:
             if cut_of(parameter) is None:
                 every = await coordinator.mesh.tp.all_gather(parameter.detach().clone().unsqueeze(0))
                 assert (every == every[0]).all(), name
+
+
+async def check_dropout_of_parts(tp: int) -> None:
+    """Features that are cut over ranks are dropped by each for itself, also by a module that drops whole values too."""
+    given = of_a_users_model(1, tp, 1, "dropping")
+    async with parallel3d.Coordinator.from_config(load_config(None, overrides=given)) as coordinator:
+        await coordinator.train_step(whole_batch(coordinator.config, 0))
+        model, tp_group = coordinator._part.blueprint.model.whole, coordinator.mesh.tp
+        for inner, outer in [each for block in model.blocks for each in block.kept]:
+            parts = await tp_group.all_gather(inner.byte().unsqueeze(0))
+            assert all((parts[0] != part).float().mean() > 0.3 for part in parts[1:]), "half of them differ by chance"
+            wholes = await tp_group.all_gather(outer.byte().unsqueeze(0))
+            assert (wholes == wholes[0]).all()
+        masks = [inner for block in model.blocks for inner, _ in block.kept]
+        assert len({each.numpy().tobytes() for each in masks}) == len(masks), "a mask came twice"
 
 
 async def check_other_models() -> None:
@@ -68,6 +83,8 @@ async def main() -> None:
     if os.environ["WHAT"] == "float64" and size in (2, 4):
         for sequence_parallel in (False, True):
             await check_dropout(size, sequence_parallel=sequence_parallel)
+    if os.environ["WHAT"] == "float64" and size == 2:
+        await check_dropout_of_parts(size)
     for given in variants(size, os.environ["WHAT"]):
         try:
             await check(given)

@@ -167,7 +167,7 @@ class SyntheticRun:
         times = []
         for rank, (starts, ends) in enumerate(zip(base.starts, base.ends, strict=True)):
             moments = [(1.03 * start + 0.0004 * rank, end - start) for start, end in zip(starts, ends, strict=True)]
-            times.append([(start, start + 0.97 * length, 0.0) for start, length in moments])
+            times.append([(start, start + 0.97 * length, 0.0, 0.0) for start, length in moments])
         return pipeline_view(len(self.steps) - 1, self.schedule, Measured.of(table, times))
 
     def say(self, event: str, level: str = "info", **fields: Any) -> None:

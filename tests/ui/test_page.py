@@ -244,6 +244,30 @@ class TestStream:
             assert page.get_by_text("said while it was loaded").count() == 1
             server.do(run.end)
 
+    def test_what_comes_while_the_page_is_loaded_anew_is_not_lost(self, open_page):
+        run, held = SyntheticRun(pace=QUICK), []
+        run.advance(3)
+        with PageServer(run) as server:
+            page = open_page(server.url)
+            drawn(page, 2)
+
+            def hold(route) -> None:
+                held.append((route, route.fetch()))
+                server.do(run.advance, 1)
+                server.do(run.say, "said after it was loaded")
+
+            page.route("**/api/run", hold)
+            server.do(run.feed.put, "reset", {})
+            drawn(page, 3)
+            route, answer = held[0]
+            with page.expect_response("**/api/run"):
+                route.fulfill(response=answer)
+            server.do(run.say, "the last line")
+            page.get_by_text("the last line").wait_for()
+            drawn(page, 3)
+            assert page.get_by_text("said after it was loaded").count() == 1
+            server.do(run.end)
+
     def test_the_end_is_shown_though_the_server_closes(self, run, server, open_page):
         page = open_page(server.url)
         drawn(page, 59)

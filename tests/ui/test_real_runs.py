@@ -57,8 +57,11 @@ def compare_with_folder(page: Page, folder: Path) -> None:
     assert value(page, "loss") == metrics["final_loss"] == steps[-1]["loss"]
     assert value(page, "tokens_per_second") == pytest.approx(metrics["tokens_per_sec"])
     assert page.locator("#loss-value").inner_text() == f"step {steps[-1]['step']} {_digits(steps[-1]['loss'])}"
+    speed = page.locator("#throughput-value").inner_text().removeprefix(f"step {steps[-1]['step']} ")
+    assert float(re.sub(r"[^\d.]", "", speed)) == pytest.approx(steps[-1]["tokens"] / steps[-1]["seconds"], rel=0.01)
     _compare_parts(page, metrics, [parts[step] for step in sorted(parts)[-20:]])
     _compare_ranks(page, metrics)
+    _compare_words(page, metrics, [event["event"] for event in events if event["kind"] == "log"])
 
 
 def _digits(loss: float) -> str:
@@ -73,6 +76,15 @@ def _compare_parts(page: Page, metrics: dict, latest: list[dict[str, float]]) ->
         _, _, now, _, of_run, _ = row.locator("td").all_inner_texts()
         assert now == f"{100 * sum(each[part] for each in latest) / total:.1f} %"
         assert float(of_run.removesuffix(" %")) == pytest.approx(100 * metrics["parts"][part], abs=0.051)
+
+
+def _compare_words(page: Page, metrics: dict, logged: list[str]) -> None:
+    """Of bottlenecks and of the log's tail."""
+    cards = [card.locator("p").first.inner_text() for card in page.locator(".card").all()]
+    assert sorted(cards) == sorted(each["message"] for each in metrics["bottlenecks"])
+    lines = page.locator("#log .text").all_inner_texts()[-20:]
+    assert len(lines) == len(logged[-20:])
+    assert all(line.startswith(event) for line, event in zip(lines, logged[-20:], strict=True)), (lines, logged)
 
 
 def _compare_ranks(page: Page, metrics: dict) -> None:

@@ -358,6 +358,26 @@ def test_what_was_kept_is_used_instead_of_measuring(together, cache):
     )
 
 
+def test_a_choice_that_was_changed_is_kept_too(together):
+    """Also of a size class that was not measured at first."""
+    ranks = together()
+    assert ranks.all_reduce(8 * MIB) == "ring"
+    ranks.cost = lambda strategy, num_bytes: 1e-6 if strategy == "hierarchical" else usual(strategy, num_bytes)
+    for _ in range(64):
+        ranks.all_reduce(8 * MIB)
+    later = together()
+    assert [later.all_reduce(size) for size in (8 * MIB, 16 * MIB, 4 * KIB)] == ["hierarchical", "ring", "tree"]
+    assert len(later.measured()) == 3
+
+
+def test_the_call_that_measures_has_more_time(together):
+    ranks = together()
+    assert {table.extra_seconds for table in ranks.tables} == {10.0}
+    ranks.all_reduce(4)
+    assert {table.extra_seconds for table in ranks.tables} == {0.0}
+    assert {table.extra_seconds for table in together(pinned=((KIB, "ring"),)).tables} == {0.0}
+
+
 def test_only_the_first_rank_looks_and_tells_the_others(together, monkeypatch):
     together().all_reduce(4)
     asked = []

@@ -167,9 +167,54 @@ def test_two_pipelines_one_of_them_slow():
     times = attribute(events, mesh_of(dp=2, pp=2))
     assert parts_of(times, 2) == {"compute": 30, "pp_comm": 4, "bubble": 31, "straggler": 15, "optimizer": 3}
     assert parts_of(times, 3) == {"compute": 45, "pp_comm": 3, "bubble": 32, "optimizer": 3}
-    # Nobody in their own pipeline was slow, so what the others wait for is not told apart from the schedule's wait.
-    assert parts_of(times, 0) == {"compute": 30, "pp_comm": 4, "bubble": 46, "optimizer": 3}
+    # Their own pipeline is through: no schedule would help those who wait for the other one.
+    assert parts_of(times, 0) == {"compute": 30, "pp_comm": 4, "bubble": 31, "straggler": 15, "optimizer": 3}
     check_sums(times)
+
+
+def test_waiting_for_another_stages_reduction_is_no_bubble():
+    """Stage 0 is the last to compute, and reduces its gradients for much longer than stage 1."""
+    first = Told().add(RECV_B, 0.011, 0, 0).add(B, 0.010, 0, 0).add(REDUCE, 0.100).add(MEET, 0.001)
+    second = Told().add(B, 0.010, 1, 0).add(SEND_B, 0.001, 1, 0).add(REDUCE, 0.005).add(MEET, 0.106)
+    times = attribute({rank: each.done() for rank, each in enumerate([first, second] * 2)}, mesh_of(dp=2, pp=2))
+    assert parts_of(times, 1) == {"compute": 10, "pp_comm": 1, "dp_comm": 105, "bubble": 5, "optimizer": 1}
+    assert times.ranks[1].bubble_ratio == pytest.approx(5 / 21)
+    alone = attribute({0: first.done(), 1: second.done()}, mesh_of(pp=2))
+    assert parts_of(alone, 1) == {"compute": 10, "pp_comm": 1, "other": 5, "bubble": 5, "optimizer": 101}
+    check_sums(times)
+    check_sums(alone)
+
+
+def late_at(*ranks: Told) -> list[float]:
+    """In milliseconds, of replicas."""
+    times = attribute({rank: told.done() for rank, told in enumerate(ranks)}, mesh_of(dp=len(ranks)))
+    return [round(1e3 * each.lateness, 6) for each in times.ranks]
+
+
+def replica(before: float, wait: float, forward: float = 0.030, *, data: float = 0.0, reduce: float = 0.002) -> Told:
+    told = Told().add(DATA, data).gap(before).add(REDUCE, wait).add(F, forward, 0, 0)
+    return told.add(REDUCE, reduce).add(MEET, 0.001).add(OPTIMIZER, 0.002)
+
+
+def test_a_rank_that_comes_late_for_no_known_reason():
+    assert late_at(replica(0.0, 0.051), replica(0.050, 0.001)) == [0, 50]
+    assert late_at(replica(0.0, 0.051), replica(0.0, 0.001, data=0.050)) == [0, 0], "its data"
+    slow = replica(0.0, 0.001, forward=0.080)
+    assert late_at(replica(0.0, 0.001, reduce=0.052), slow) == [0, 0], "its computing"
+    assert late_at(replica(0.0, 0.051, forward=0.080), replica(0.050, 0.001, reduce=0.052)) == [0, 0], "each in turn"
+
+
+def test_a_rank_that_comes_late_to_its_tensor_parallel_peer_and_its_replica():
+    """Rank 3 is; rank 1 waits for it, and so comes late to rank 0."""
+    ranks, events = mesh_of(dp=2, tp=2), {}
+    for rank in ranks:
+        on_time = rank in (0, 2)
+        told = Told().gap(0.050 if rank == 3 else 0.0).add(REDUCE, 0.051 if rank == 1 else 0.001)
+        told.add(F, 0.081 if on_time else 0.031, 0, 0, waited=0.051 if on_time else 0.001)
+        events[rank] = told.add(REDUCE, 0.001).add(MEET, 0.001).done()
+    times = attribute(events, ranks)
+    assert [round(1e3 * each.lateness, 6) for each in times.ranks] == [0, 0, 0, 50]
+    assert [parts_of(times, rank).get("straggler", 0) for rank in ranks] == [50, 50, 50, 0]
 
 
 def test_a_meeting_without_a_pipeline_waits_for_stragglers():
@@ -251,7 +296,7 @@ def test_all_three_axes():
         "compute": 24, "tp_comm": 4, "pp_comm": 4, "dp_comm": 3, "bubble": 31, "straggler": 2, "data": 1,
         "optimizer": 3,
     }  # fmt: skip
-    assert parts_of(times, 7)["bubble"] == 32
+    assert (parts_of(times, 7)["bubble"], parts_of(times, 7)["dp_comm"]) == (29, 6), "stage 0 reduces while it waits"
     assert sum(times.parts.seconds) == pytest.approx(times.seconds)
 
 
@@ -293,6 +338,8 @@ def test_whatever_ranks_tell_adds_up(mesh, data):
         assert abs(each.remainder) <= 1e-6
         assert min(each.parts.seconds) >= 0
         assert 0 <= each.core_wait <= each.parts["other"] + 1e-9
+        assert 0 <= each.bubble_ratio <= 1 + 1e-9
+        assert 0 <= each.lateness <= each.seconds + 1
     assert times.parts.total == pytest.approx(times.seconds, abs=1e-6)
     assert len(times.parts.seconds) == len(PARTS)
 

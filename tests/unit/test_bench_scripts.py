@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import pytest
 
-from tests.processes import ROOT
+from tests.processes import ROOT, SECONDS
 
 Load = Callable[[str], ModuleType]
 
@@ -49,3 +50,16 @@ def test_what_was_not_measured_is_left_out(load):
     assert not any("per byte" in line for line in module.lines_of(found))
     lines = module.lines_of(found | {"time_per_byte_1MiB_over_256MiB": 0.5})
     assert "time per byte, 1 MiB over 256 MiB: 0.50" in lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script",
+    ["await_overhead", "collectives", "gradient_server", "launch", "monitoring", "pipeline", "training"],
+)
+def test_every_script_starts_as_it_says(script):
+    """One of them has the name of a package."""
+    command = [sys.executable, f"bench/{script}.py", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {"--json", "--quick"} <= set(done.stdout.split())

@@ -226,9 +226,19 @@ def test_a_rank_without_its_core():
     late = LagHistogram()
     for _ in range(40):
         late.observe(0.2)
-    window = window_of(*ranks, stragglers=(straggler(1, 0.55, "processor"),), lag=late)
+    window = window_of(*ranks, stragglers=(straggler(1, 0.55, "processor"),), lag={1: late})
     one = only(window, facts)
     assert (one.kind, one.rank, one.key) == ("straggler", 1, "runtime.threads")
+
+
+def test_a_rank_that_comes_late_for_no_known_reason():
+    facts = mesh(dp=2)
+    ranks = [rank_window(0, {"straggler": 0.045}), rank_window(1, {"other": 0.05})]
+    one = only(window_of(*ranks, stragglers=(straggler(1, 0.55, "arrival"),)), facts)
+    assert (one.kind, one.rank, one.key) == ("straggler", 1, "parallel.order")
+    assert one.gain == pytest.approx(0.45), "of the whole step, not of its computing"
+    assert "a step would take 55 % of its time, did it not come late" in one.message
+    assert "between them on host node0" in one.remedy
 
 
 def test_nobody_waits_for_a_straggler():
@@ -278,7 +288,7 @@ def test_a_straggler_accounts_for_communication_as_far_as_it_is_late():
 def test_oversubscribed_cores():
     facts = mesh(2, 2, 2, microbatches=4)
     waiting = {"other": 0.04, "tp_comm": 0.031, "bubble": 0.01}
-    lag = LagHistogram([0] * 8 + [100, 0, 0], 20.0, 0.2)
+    lag = {0: LagHistogram([0] * 8 + [100, 0, 0, 0], 20.0, 0.2)}
     ranks = [rank_window(rank, waiting, core_wait=0.035, bubble_ratio=0.5) for rank in range(8)]
     one = only(window_of(*ranks, lag=lag), facts, ranks_of(facts, num_cores=2))
     assert (one.kind, one.host, one.key, one.value) == ("oversubscribed_cores", "node0", "parallel.dp", None)
@@ -314,10 +324,11 @@ def test_event_loop_lag(lags, severity):
     facts, lag = mesh(dp=2), LagHistogram()
     for each in lags:
         lag.observe(each)
-    every = found(alike(facts, lag=lag), facts)
-    assert [(each.kind, each.severity, each.gain) for each in every] == (
-        [("event_loop_lag", severity, None)] if severity else []
-    )
+    for lags, rank in (({0: lag, 1: lag}, None), ({0: LagHistogram([50] + [0] * 11, 0.01, 0.0003), 1: lag}, 1)):
+        every = found(alike(facts, lag=lags), facts)
+        assert [(each.kind, each.severity, each.rank, each.gain) for each in every] == (
+            [("event_loop_lag", severity, rank, None)] if severity else []
+        )
 
 
 # Data and checkpoints.
@@ -356,7 +367,7 @@ def test_late_data_is_no_bubble():
 def test_checkpoint_stalls():
     facts = mesh(dp=2)
     one = only(alike(facts, {"checkpoint": 0.03}), facts)
-    assert (one.kind, one.severity, one.key) == ("checkpoint_stalls", Severity.HIGH, "checkpoint")
+    assert (one.kind, one.severity, one.key) == ("checkpoint_stalls", Severity.HIGH, "runtime.run_dir")
     assert one.gain == pytest.approx(0.15)
     assert found(alike(facts, {"checkpoint": 0.005}), facts) == []
 
@@ -512,6 +523,15 @@ def test_no_remedy_takes_back_another():
     assert every == {"tp_comm": ("parallel.tp", "2"), "memory_pressure": ("parallel.pp", "2")}
 
 
+@pytest.mark.parametrize(
+    "facts", [mesh(tp=2, memory_budget=1000), mesh(dp=2, memory_budget=1000, shards_optimizer=True)]
+)
+def test_memory_imbalance_where_there_is_nothing_to_shard(facts):
+    one = only(window_of(rank_window(0, memory=300), rank_window(1, memory=900)), facts)
+    assert (one.kind, one.rank, one.key, one.value) == ("memory_imbalance", 1, "memory.budget", None)
+    assert one.remedy.startswith("Look for tensors that only this rank keeps")
+
+
 def test_memory_imbalance():
     facts = mesh(dp=2, memory_budget=1000)
     one = only(window_of(rank_window(0, memory=300), rank_window(1, memory=900)), facts)
@@ -558,10 +578,11 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> set[str]:
 
 
 def test_every_key_is_one_of_the_configuration():
-    named = set()
+    named, sections = set(), "|".join(RunConfig.model_fields)
     for path in (ROOT / "monitoring" / "rules").glob("*.py"):
         text = path.read_text()
-        named |= set(re.findall(r'"((?:parallel|pipeline|comm|data|train|optimizer|runtime|memory)\.[a-z_]+)"', text))
+        assert re.findall(rf'key="(?:{sections})"', text) == [], "a section alone is nothing to set"
+        named |= set(re.findall(rf'"((?:{sections})\.[a-z_]+)"', text))
     assert len(named) > 10
     assert named <= keys_of(RunConfig)
 
@@ -608,7 +629,7 @@ def any_window(facts: RunFacts, some: Random) -> Window:
     lag = LagHistogram([some.randrange(9) for _ in BOUNDS], some.choice(SECONDS), some.choice(SECONDS))
     late = [
         Straggler(some.randrange(9), some.choice([0.0, 0.6, 1.0, 1.5]), how, 3, some.choice([None, "node0"]))
-        for how in ("peers", "itself", "processor")
+        for how in ("peers", "itself", "processor", "arrival")
     ]
     numbers = range(some.randrange(facts.world_size + 1))
     return Window(
@@ -620,7 +641,7 @@ def any_window(facts: RunFacts, some: Random) -> Window:
             AxisTraffic("all_reduce", axis, some.choice(SECONDS), some.choice([0, 1e6]), 1.0) for axis in ("dp", "tp")
         ),
         stragglers=tuple(some.sample(late, some.choice([0, 0, 1, 2]))),
-        lag=some.choice([None, lag]),
+        lag=some.choice([{}, {0: lag}, {1: lag, 8: lag}]),
         queue={number: some.choice([0.0, 1.0]) for number in numbers},
     )
 

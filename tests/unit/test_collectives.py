@@ -124,7 +124,7 @@ class Clock:
 class SlowTransport:
     """Starting a call takes a quarter of a second, ending it half a second; adaptive means tree."""
 
-    name, device = "slow", torch.device("cpu")
+    name, device, extra_seconds = "slow", torch.device("cpu"), 10.0
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -157,8 +157,9 @@ async def test_a_call_takes_from_the_call_to_its_end_and_names_the_strategy_chos
         device=torch.device("cpu"),
         recorder=recorder,
     )
-    await group.all_reduce(torch.ones(3), strategy="adaptive")
-    work = group.all_reduce(torch.ones(3), strategy="ring")
+    await (first := group.all_reduce(torch.ones(3), strategy="adaptive", timeout=0.5))
+    work = group.all_reduce(torch.ones(3), strategy="ring", timeout=0.5)
+    assert (first.call.timeout, work.call.timeout) == (10.5, 0.5), "the first one may have to measure"
     assert len(recorder.events()) == 1, "the second has not ended"
     clock.now += 10.0
     await work

@@ -91,6 +91,7 @@ def test_an_empty_file_is_all_defaults(text, here):
             "token_file": None,
             "tls_certificate": None,
             "tls_key": None,
+            "linger_seconds": 15.0,
             "trace_steps": 3,
         },
         "runtime": {"threads": None, "run_dir": None},

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections import Counter
+from contextlib import suppress
 from functools import partial
 
 import pytest
 import torch
 
 import parallel3d
+from parallel3d import rank_setup
 from parallel3d.config import load_config
 from parallel3d.coordinator import Coordinator
 from parallel3d.losses import make_loss
 from parallel3d.models.build import build_model
 from parallel3d.schedules.actions import Kind
-from runtime.errors import CommunicationError, InvalidCall, NonFiniteGradient
+from runtime.errors import CommunicationError, InvalidCall, NonFiniteGradient, culprit_of
 from tests.training import (
     HUGGING_FACE_TOLERANCE,
     check,
@@ -88,6 +92,7 @@ def counted_mean(output, target):
         ("mse", torch.nn.functional.mse_loss),
         ("tests.user_models:absolute_loss", torch.nn.functional.l1_loss),
         ("tests.user_models:counted_loss", counted_mean),
+        ("tests.user_models:weighted_loss", counted_mean),
     ],
 )
 @pytest.mark.parametrize("mesh", [{"dp": 1}, {"dp": 2, "pp": 2}])
@@ -182,10 +187,22 @@ async def test_passes_in_the_wrong_order():
         with pytest.raises(InvalidCall, match=r"^eval_step: a forward_pass waits for its backward_pass"):
             await coordinator.eval_step(some_numbers())
         await coordinator.backward_pass()
+        with pytest.raises(InvalidCall, match=r"^forward_pass: gradients wait for their optimizer_step"):
+            await coordinator.forward_pass(some_numbers())
+        with pytest.raises(InvalidCall, match=r"^train_step: gradients wait for their optimizer_step"):
+            await coordinator.train_step(some_numbers())
+        await coordinator.eval_step(some_numbers())  # which leaves gradients alone
         await coordinator.optimizer_step()
-        await coordinator.train_step(some_numbers())
+        return await coordinator.whole_weights(), await coordinator.train_step(some_numbers(1))
 
-    await on_mesh(numbers(), main)
+    async def in_order(coordinator):
+        await coordinator.train_step(some_numbers())
+        return await coordinator.whole_weights(), await coordinator.train_step(some_numbers(1))
+
+    ((weights, step),), ((expected, other),) = await on_mesh(numbers(), main), await on_mesh(numbers(), in_order)
+    assert step.loss == other.loss
+    for name, values in expected.items():
+        torch.testing.assert_close(weights[name], values, rtol=0, atol=1e-12)
 
 
 async def test_what_one_replica_refuses_all_refuse():
@@ -195,12 +212,12 @@ async def test_what_one_replica_refuses_all_refuse():
         bad[2, 1] = torch.inf
         with pytest.raises(InvalidCall) as caught:
             await coordinator.train_step((bad, batch[1]) if coordinator.mesh.rank == 1 else batch)
-        return str(caught.value), (await coordinator.train_step(batch)).loss
+        return str(caught.value), culprit_of(caught.value), (await coordinator.train_step(batch)).loss
 
-    (first, loss), (second, other) = await on_mesh(numbers(parallel={"dp": 2}), main)
+    (first, culprit, loss), (second, _, other) = await on_mesh(numbers(parallel={"dp": 2}), main)
     assert first == "the replica at dp=1 refuses its part of this step's batch."
     assert second.startswith("the batch's inputs on rank 1 (dp=1 tp=0 pp=0) have NaN or infinity, first in sample 2.")
-    assert loss == other
+    assert (culprit, loss) == (1, other)
 
 
 async def test_an_evaluation_changes_nothing_and_drops_nothing():
@@ -217,6 +234,39 @@ async def test_an_evaluation_changes_nothing_and_drops_nothing():
         assert first == again
         assert first != after
         assert abs(first - trained) > 1e-9  # dropped
+
+
+async def test_replicas_and_stages_drop_different_values(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(rank_setup, "seed_from_now_on", seeds.append)  # one process has one place for a seed
+
+    async def main(coordinator):
+        pass
+
+    await on_mesh(settings(2, 2, 2), main)
+    assert sorted(Counter(seeds).values()) == [2] * 4, "tensor-parallel ranks have the same, and no others"
+
+
+async def test_an_evaluation_leaves_each_modules_mode():
+    async def main(coordinator):
+        (stage,) = coordinator._part.stages.values()
+        frozen, *others = stage.module.children()
+        frozen.eval()
+        await coordinator.eval_step(some_numbers())
+        return frozen.training, [each.training for each in others]
+
+    ((frozen, others),) = await on_mesh(numbers(), main)
+    assert not frozen
+    assert all(others)
+
+
+async def test_a_configuration_made_by_hand_has_a_batch_size():
+    config = load_config(None, overrides=numbers(pipeline__microbatches=2))
+    by_hand = config.model_copy(update={"train": config.train.model_copy(update={"batch_size": None})})
+    async with Coordinator.from_config(by_hand) as coordinator:
+        await coordinator.train_step(some_numbers(samples=2))
+        with pytest.raises(InvalidCall, match=r"a replica's part is train\.batch_size\(2\) / dp\(1\) = 2\."):
+            await coordinator.train_step(some_numbers(samples=4))
 
 
 async def test_bfloat16_keeps_weights_in_float32():
@@ -334,6 +384,64 @@ async def test_cancelling_a_step_closes_the_mesh():
             await coordinator.train_step(batch)
 
     await on_mesh(settings(1, 2, 2, comm__timeout=5), main)
+
+
+def cancel_within(part, method):
+    """Cancels the step that calls it, while it waits for the other replica there."""
+    call, loop, step = getattr(part, method), asyncio.get_running_loop(), asyncio.current_task()
+
+    def cancelled(*args):
+        loop.call_soon_threadsafe(step.cancel)
+        return call(*args)
+
+    setattr(part, method, cancelled)
+
+
+def hold_before(part, method, is_over):
+    """In the engine thread, where it may wait."""
+    call = getattr(part, method)
+
+    def held(*args):
+        assert is_over.wait(20)
+        return call(*args)
+
+    setattr(part, method, held)
+
+
+@pytest.mark.parametrize(
+    ("waits", "held"),
+    [
+        (("_sync", "_all_reduced"), ("_sync", "begin")),
+        (("_optimizer", "_from_all"), ("_optimizer", "_from_all")),
+        (("_optimizer", "_gather"), ("_optimizer", "_update")),
+    ],
+    ids=["reducing gradients", "adding up norms", "gathering weights"],
+)
+async def test_a_step_can_be_cancelled_wherever_it_waits_for_a_replica(waits, held):
+    cancelled, is_over = asyncio.Event(), threading.Event()
+
+    async def cancel(coordinator, batch):
+        cancel_within(getattr(coordinator, waits[0]), waits[1])
+        await coordinator.train_step(batch)
+
+    async def main(coordinator):
+        batch = mine(coordinator, whole_batch(coordinator.config, 0))
+        await coordinator.train_step(batch)
+        if coordinator.mesh.rank == 0:
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.create_task(cancel(coordinator, batch))
+            is_over.set()
+            cancelled.set()
+        else:
+            hold_before(getattr(coordinator, held[0]), held[1], is_over)
+            with suppress(CommunicationError):  # not where all that it needs has come before
+                await coordinator.train_step(batch)
+            await cancelled.wait()
+        with pytest.raises(CommunicationError):
+            await coordinator.train_step(batch)
+
+    async with asyncio.timeout(30):
+        await on_mesh(settings(2, 1, 1, optimizer__shard=True, comm__timeout=20), main)
 
 
 async def test_layers_are_cut_by_the_time_they_take():

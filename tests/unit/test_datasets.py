@@ -255,6 +255,20 @@ def test_tokens_are_checked_where_the_vocabulary_is_known(overrides, key, here):
             data.batch([0, 1])
 
 
+def test_tokens_are_checked_with_a_model_from_a_folder(here):
+    (here / "model").mkdir()
+    (here / "model" / "config.json").write_text('{"model_type": "llama", "vocab_size": 300}')
+    np.arange(296, 305, dtype="<u2").tofile("tokens.bin")
+    settings = {"model.factory": "hf", "model.args.path": "model", "data.source": "tokens", "data.path": "tokens.bin"}
+    data = make_dataset(load_config(None, overrides={**settings, "data.sequence": 4}, environ={}))
+    with pytest.raises(DataError) as refused:
+        data.batch([0, 1])
+    assert str(refused.value) == (
+        "model.args.path = model: sample 1 has the token 304 at 8 of the data, and the tokens end at 299.\n"
+        "Give a model with a vocabulary of 305 or more, or give data that fits."
+    )
+
+
 def test_a_token_below_zero(here):
     np.array([1, 2, 3, 4, 5, -100, 7, 8, 9], "<i4").tofile("tokens.bin")
     data = dataset(data__source="tokens", data__path="tokens.bin", data__token_type="int32", model__factory="os:walk")

@@ -15,6 +15,7 @@ PLAIN = [
     errors.ConfigError,
     errors.LaunchError,
     errors.InvalidCall,
+    errors.PeerRefused,
     errors.DataError,
     errors.BenchmarkError,
     errors.NonFiniteGradient,
@@ -76,6 +77,21 @@ def test_who_has_gradients_that_are_not_finite_survives_the_trip(travel):
     arrived = travel(errors.NonFiniteGradient("why", ranks=(1, 3), step=7))
     assert (type(arrived), str(arrived)) == (errors.NonFiniteGradient, "why")
     assert (arrived.message, arrived.ranks, arrived.step) == ("why", (1, 3), 7)
+
+
+def test_who_is_at_fault_where_all_ranks_raise():
+    refused, not_finite = errors.PeerRefused("why", rank=2), errors.NonFiniteGradient("why", ranks=(1, 3))
+    behind = ValueError()
+    behind.__cause__ = not_finite
+    found = [
+        refused,
+        pickle.loads(pickle.dumps(refused)),
+        not_finite,
+        behind,
+        ExceptionGroup("", [ValueError(), refused]),
+    ]
+    assert [errors.culprit_of(each) for each in found] == [2, 2, 1, 1, 2]
+    assert errors.culprit_of(errors.InvalidCall("why")) is None
 
 
 def test_how_messages_name_a_rank():

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import math
+import threading
 import time
-from functools import partial
+from functools import partial, partialmethod
 
 import pytest
 import torch
@@ -22,6 +25,9 @@ from parallel3d.stage import Stage
 from process_groups.pipes import CallPipe, Idle
 from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, InvalidCall, PeerLost
 from tests.pipelines import check_every_schedule, loss, make_executor, microbatch, one_process, run_step, stage_module
+from tests.processes import SECONDS
+
+RECEIVE = CallPipe.receive
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -196,16 +202,57 @@ def test_a_stage_gives_tensors():
         stage.forward(0, [torch.ones(1)])
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_a_stage_may_begin_with_a_layer_that_writes_over_its_input(ranks):
+    """Also where the stage before is on the same rank, which still needs what it gave."""
+    inputs, targets = torch.randn(2, 4, 3).unbind(), torch.randn(2, 4, 2).unbind()
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2)))
+
+    async def main() -> list[torch.Tensor]:
+        async with parallel3d.mesh(pp=ranks) as mesh:
+            table = gpipe_of_stages((0, ranks - 1), 2)
+            copied = copy.deepcopy(model)
+            stages = {index: Stage(index, 2, copied[index]) for index in table.stages_of_rank(mesh.rank)}
+            await Executor(mesh, table, stages, nn.functional.mse_loss).step(inputs, targets)
+            return [each.grad for stage in stages.values() for each in stage.module.parameters()]
+
+    found = [each for rank in await parallel3d.in_process(main, ranks=ranks) for each in rank]
+    for values, target in zip(inputs, targets, strict=True):
+        (nn.functional.mse_loss(model(values), target) / 2).backward()
+    for mine, parameter in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(mine, parameter.grad)
+
+
+def receive(pipe: CallPipe, deadline: float, idle: Idle, *, has_time: bool) -> list[torch.Tensor | None]:
+    """Nothing comes before there is nothing left to do, or all comes at once."""
+    while has_time and not idle():
+        pass
+    return RECEIVE(pipe, deadline, lambda: math.inf)
+
+
+@pytest.mark.parametrize("has_time", [True, False])
+async def test_gradients_are_told_of_the_last_weight_part_where_all_of_it_is_to_come(monkeypatch, has_time):
+    """They learn how much is added in it: it has to be the same in every step."""
+    monkeypatch.setattr("parallel3d.stage._SHORT", 1e9)
+    monkeypatch.setattr(CallPipe, "receive", partialmethod(receive, has_time=has_time))
+
+    async def main() -> list[object]:
+        async with parallel3d.mesh(pp=4) as mesh:
+            gradients = Recorded()
+            executor = gradients.executor = make_executor(mesh, "zbv", 8, gradients=gradients)
+            await run_step(executor)
+            return [stage for told, stage in gradients.told[1:-1] if told == "last weight part"]
+
+    # On rank 1 receives come between 6I7 and 6W7, on rank 2 between 5I7 and 5W7.
+    expected = [[0, 7], [1], [2], [3, 4]] if has_time else [[0, 7], [1, 6], [2, 5], [3, 4]]
+    assert [sorted(stages) for stages in await parallel3d.in_process(main, ranks=4)] == expected
+
+
 @pytest.mark.parametrize("has_time", [True, False])
 async def test_weight_parts_are_worked_off_while_nothing_comes(monkeypatch, has_time):
     """What a W finds to do is what there was no time for."""
     found: list[list[int]] = [[], []]
-    receive = CallPipe.receive
-
-    def with_or_without_time(pipe: CallPipe, deadline: float, idle: Idle) -> list[torch.Tensor | None]:
-        while has_time and idle():
-            pass
-        return receive(pipe, deadline, lambda: False)
 
     async def main() -> None:
         async with parallel3d.mesh(pp=2) as mesh:
@@ -220,15 +267,29 @@ async def test_weight_parts_are_worked_off_while_nothing_comes(monkeypatch, has_
             monkeypatch.setattr(stage, "weight_backward", weight_backward)
             monkeypatch.setattr("parallel3d.stage._SHORT", 1e9)
             await run_step(executor)
-            await run_step(executor)
+            measured = await executor.measured((await run_step(executor)).timed)
+            assert [sum(column) > 0 for column in measured.worked_off] == [False, has_time]
 
-    monkeypatch.setattr(CallPipe, "receive", with_or_without_time)
+    monkeypatch.setattr(CallPipe, "receive", partialmethod(receive, has_time=has_time))
     await parallel3d.in_process(main, ranks=2)
     first, second = ([each[:4], each[4:]] for each in found)
     assert first == [[3, 3, 3, 3]] * 2, "on rank 0 every W follows its I; three weights a microbatch"
     # Rank 1 receives between I0 and W0, I1 and W1, I2 and W2, and then no more; at first it knows of no time.
     assert second[0][0] == 3
     assert second[1] == ([0, 0, 0, 3] if has_time else [3, 3, 3, 3])
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+async def test_what_found_no_room_is_soon_tried_again(monkeypatch, has_room):
+    """Its peer makes room without a word to whoever waits for something else."""
+    monkeypatch.setattr(CallPipe, "push", lambda _: has_room)
+
+    async def main() -> float:
+        async with parallel3d.mesh(pp=2) as mesh:
+            executor = make_executor(mesh, "gpipe", 2)
+            return executor.begin(*zip(*map(microbatch, range(2)), strict=True))._meanwhile()
+
+    assert await parallel3d.in_process(main, ranks=2) == [math.inf if has_room else 0.001] * 2
 
 
 def test_what_takes_long_waits_for_its_turn():
@@ -244,7 +305,7 @@ def test_what_takes_long_waits_for_its_turn():
     for number in range(3):
         stage.forward(number, [torch.ones(1, 2)])
         stage.set_loss(number, stage._kept[number].outputs[0].sum())
-        stage.input_backward(number, None)
+        stage.input_backward(number, stage.loss_gradients(number, 1.0))
         if number:
             stage._forward_seconds, stage._job_seconds = 1.0, {0: 0.3 if number == 1 else 0.2}
         assert stage.work_off_one(number) == (number == 2)
@@ -268,6 +329,38 @@ async def test_a_stage_that_fails_is_named_to_the_others():
 
     told = await parallel3d.in_process(main, ranks=2)
     assert told[0] == "rank 1 (dp=0 tp=0 pp=1) failed in the step with ZeroDivisionError: division by zero"
+
+
+@pytest.mark.parametrize("is_cancelled_twice", [False, True])
+async def test_a_cancelled_step_does_not_wait_for_ever_for_what_computes(is_cancelled_twice):
+    async def main() -> None:
+        async with parallel3d.mesh(pp=1, timeout=SECONDS if is_cancelled_twice else 0.05) as mesh:
+            gradients, loop = Recorded(), asyncio.get_running_loop()
+            executor = make_executor(mesh, "gpipe", 1, gradients=gradients)
+            is_in_it, may_end = asyncio.Event(), threading.Event()
+
+            def endless(_: torch.Tensor) -> None:
+                loop.call_soon_threadsafe(is_in_it.set)
+                may_end.wait(SECONDS)
+
+            executor.stages[0].module.forward = endless
+            step = asyncio.create_task(run_step(executor))
+            await is_in_it.wait()
+            step.cancel()
+            if is_cancelled_twice:
+                while not mesh.pp.has_failed:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+                step.cancel()
+            with pytest.raises(asyncio.CancelledError) as caught:
+                await step
+            assert gradients.told == ["begin", "cancel"]
+            may_end.set()
+            await mesh.compute(int)  # the engine comes to that when it has ended the step
+            if not is_cancelled_twice:
+                (note,) = caught.value.__notes__
+                assert note.startswith("The engine thread still computes, 0.05 s after the step was given up: ")
+
+    await parallel3d.in_process(main, ranks=1)
 
 
 async def test_a_deadline_is_one_waits_not_the_steps():

@@ -11,6 +11,7 @@ from functools import cache
 import pytest
 import torch
 
+from parallel3d.blueprint import draw
 from parallel3d.config.models import HfArgs, HfModel, Parallel, RunConfig
 from parallel3d.models import hf_plan
 from parallel3d.models.build import build_model
@@ -230,6 +231,25 @@ def test_an_embedding_with_a_forward_of_its_own_is_not_cut():
         assert (plan["model.embed_tokens"], plan["lm_head"]) == ("replicated", head)
 
 
+OWN_PLAN = {"model.layers.*.self_attn.[qkv]_proj": "column", "model.layers.*.self_attn.o_proj": "row"}
+
+
+@pytest.mark.parametrize("plan", [None, OWN_PLAN], ids=["its plan", "own plan"])
+@pytest.mark.parametrize(
+    ("tp", "message"),
+    [
+        (4, "cuts heads, but num_key_value_heads(2) is no multiple of tp(4). Set tp to 2, or"),
+        (8, "cuts heads, but num_attention_heads(4) is no multiple of tp(8). Set tp to 4, or"),
+    ],
+)
+def test_heads_are_not_cut(tp, message, plan):
+    given = run_of({**MODELS["llama"], "intermediate_size": 32}, tp=tp, tensor_plan=plan)
+    with pytest.raises(ConfigError) as refused:
+        draw(given)
+    text = " ".join(str(refused.value).split())
+    assert text.startswith(f"parallel.tp = {tp}: model.layers.0.self_attn.q_proj (column) {message}")
+
+
 def test_a_word_that_nobody_knows(monkeypatch):
     monkeypatch.delitem(hf_plan._STRATEGIES, "rowwise")
     message = r'llama says "rowwise" of model\.layers\.\*\.self_attn\.o_proj, which is not known here'
@@ -249,8 +269,6 @@ def test_patterns_that_match_nothing_in_this_model_are_left_out():
 @pytest.mark.parametrize(
     ("config", "parallel", "message"),
     [
-        (MODELS["llama"], {"tp": 4}, "parallel.tp = 4: llama has num_key_value_heads = 2, which is no multiple of tp"),
-        (MODELS["llama"], {"tp": 3}, "parallel.tp = 3: llama has num_attention_heads = 4, which is no multiple of tp"),
         (MODELS["llama"], {"tp": 2, "sequence_parallel": True}, "parallel.sequence_parallel = true: attention of"),
         (
             {"model_type": "gpt_oss", **GROUPED, "num_local_experts": 3, "head_dim": 4},

@@ -54,6 +54,11 @@ def loss_and_count(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Te
     return total, int(counts.sum())
 
 
+def light(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """All of a batch counts less than one."""
+    return (output - target).square().sum() * 0.01, len(target) * 0.01
+
+
 def infinite(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output.sum() * torch.inf
 
@@ -111,9 +116,10 @@ async def together(given: RunConfig, num_workers: int, **settings: Any) -> tuple
         (GPT, 2, {"model": {"args": GPT["model.args"], "loss": f"{__name__}:loss_and_count"}, "model.args": None}),
         (GPT, 2, {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "schedule": "cosine", "warmup_steps": 2}}),
         (LINEAR, 3, {}),
+        (LINEAR, 2, {"model": {"factory": f"{__name__}:linear", "loss": f"{__name__}:light"}}),
         (LINEAR, 7, {"pipeline.virtual_stages": 2, "pipeline.schedule": "interleaved", "pipeline.microbatches": 7}),
     ],
-    ids=["one", "two", "microbatches", "own loss", "sgd", "mse", "stages"],
+    ids=["one", "two", "microbatches", "own loss", "sgd", "mse", "fractions", "stages"],
 )
 async def test_they_train_what_one_process_trains(basis, num_workers, more):
     given = config({key: value for key, value in {**basis, **more}.items() if value is not None})

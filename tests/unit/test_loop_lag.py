@@ -21,18 +21,26 @@ def histogram(*lags: float) -> LagHistogram:
 
 def test_each_lag_is_counted_under_its_bound():
     found = histogram(0.0, 0.0005, 0.0006, 0.3, 50.0)
-    assert found.counts == [2, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1]
+    assert found.counts == [2, 1, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1]
     assert found.worst == 50.0
     assert found.total == pytest.approx(50.3011)
 
 
-def test_quantiles_are_bounds_and_never_above_the_worst():
+def test_quantiles_lie_within_their_bucket_and_never_above_the_worst():
     found = histogram(*[0.0004] * 98, 0.004, 0.004)
-    assert found.quantile(0.5) == 0.0005
-    assert found.quantile(0.98) == 0.0005
-    assert found.quantile(0.99) == found.quantile(1.0) == 0.004
+    assert found.quantile(0.49) == pytest.approx(0.00025)
+    assert found.quantile(0.98) == pytest.approx(0.0005)
+    assert found.quantile(0.99) == pytest.approx(0.003)
+    assert found.quantile(1.0) == 0.004
     assert histogram().quantile(0.99) == 0.0
-    assert histogram(7.0).quantile(0.5) == 7.0, "not infinity"
+    assert histogram(7.0).quantile(1.0) == 7.0, "not infinity"
+
+
+@pytest.mark.parametrize("lag", [0.3, 0.4, 0.6, 0.9])
+def test_levels_of_severity_are_told_apart(lag):
+    """Those of `event_loop_lag` are 0.1, 0.25, 0.5 and 1 s."""
+    found = histogram(*[0.01] * 90, *[lag] * 10).quantile(0.95)
+    assert (0.25 < found <= 0.5) == (0.25 < lag <= 0.5)
 
 
 def test_a_histogram_travels_as_json():

@@ -32,7 +32,7 @@ def as_planned(slower: dict[str, float] | None = None) -> Measured:
         for each, start, end in zip(column, starts, ends, strict=True):
             shift += (slower or {}).get(str(each), 0.0)
             begin = free if each.kind in (Kind.RECV_F, Kind.RECV_B) else start + shift
-            row.append((100 + begin, 100 + end + shift, 0.0))
+            row.append((100 + begin, 100 + end + shift, 0.0, 0.0))
             free = end + shift
         times.append(row)
     return Measured.of(TABLE, times)
@@ -65,10 +65,29 @@ def test_costs_lead_back_to_the_step(schedule):
     table = table.with_communication()
     planned = simulate(table, Costs.uniform(table.stages, transfer=0.0))
     times = [
-        [(start, end, 0.0) for start, end in zip(*each, strict=True)]
+        [(start, end, 0.0, 0.0) for start, end in zip(*each, strict=True)]
         for each in zip(planned.starts, planned.ends, strict=True)
     ]
     assert compare(Measured.of(table, times)).planned.makespan == pytest.approx(planned.makespan)
+
+
+def test_what_was_worked_off_in_a_receive_is_no_bubble():
+    table = build("zero-bubble", 2, 3).with_communication()
+    times: list[list[tuple[float, ...]]] = []
+    for column in table.columns:
+        now, rows = 0.0, []
+        for each in column:
+            # While 1F1 was waited for, all of 1W0 was computed.
+            length = 1.0 if each == action("1RECV_F1") or (each.is_compute and each != action("1W0")) else 0.0
+            rows.append((now, now + length, 0.0, length))
+            now += length
+        times.append(rows)
+    measured = Measured.of(table, times)
+    assert measured.busy == (9.0, 9.0)
+    assert measured.bubble_ratio == 0.0
+    assert measured.costs().weight_backward == pytest.approx([1.0, 1.0])
+    assert measured.stage_bubble_ratios == (0.0, 0.0)
+    assert measured.in_milliseconds().busy == (9000.0, 9000.0)
 
 
 @pytest.mark.parametrize(
@@ -96,10 +115,17 @@ def test_a_slow_action_makes_the_next_one_late(waited, why):
         starts[1][i] += 0.006
         ends[1][i] += 0.006
     waits[1][at] = waited
-    slow = Measured(TABLE, *(tuple(map(tuple, columns)) for columns in (starts, ends, waits)))
+    slow = Measured(TABLE, *(tuple(map(tuple, columns)) for columns in (starts, ends, waits, measured.worked_off)))
     found = compare(slow, COSTS)
     assert (found.first_late.action, found.first_late.why) == (action("1B0"), why)
     assert found.first_late.because_of == action("1F0")
+    assert found.to_json()["first_late"] == {
+        "rank": 1,
+        "seconds": pytest.approx(0.006),
+        "action": "1B0",
+        "why": why,
+        "because_of": "1F0",
+    }
     assert str(found.first_late) == f"rank 1: 1B0 came 6.0 ms late: {why} (1F0)"
 
 
@@ -109,6 +135,22 @@ def test_what_is_shown():
     assert text[1] == "rank  bubble planned  measured"
     assert text[2] == "   0          55.9 %    55.9 %"
     assert text[-1] == "nothing came late"
+
+
+def test_where_ranks_have_several_stages_the_bubble_of_each_is_shown():
+    table = build("zbv", 2, 4).with_communication()
+    planned = simulate(table, Costs(4, [1.0, 2.0, 1.0, 1.0], 1.0, 1.0, transfer=0.0))
+    times = [
+        [(start, end, 0.0, 0.0) for start, end in zip(*each, strict=True)]
+        for each in zip(planned.starts, planned.ends, strict=True)
+    ]
+    found = compare(Measured.of(table, times))
+    assert found.measured.stage_bubble_ratios == pytest.approx(planned.stage_bubble_ratios)
+    lines = str(found).splitlines()
+    assert lines[4] == "stage  bubble planned  measured"
+    ratio = 100 * planned.stage_bubble_ratios[3]
+    assert lines[8] == f"    3  {ratio:12.1f} %  {ratio:6.1f} %"
+    assert found.to_json()["stage_bubble_ratios"]["measured"] == list(found.measured.stage_bubble_ratios)
 
 
 def test_files(tmp_path):
@@ -126,9 +168,10 @@ def test_files(tmp_path):
 def test_the_last_step_of_a_run(tmp_path):
     """From its trace: of several replicas, tensor-parallel ranks and steps, one pipeline in one step."""
     names = {1: "rank 1 (dp=0 tp=0 pp=0)", 0: "rank 0 (dp=0 tp=0 pp=1)", 2: "rank 2 (dp=1 tp=0 pp=0)"}
+    details = {"waited": 0.001, "cpu": 0.002}
     ranks = {
         rank: [
-            Span(1, str(each), each.kind, step + 0.01 * at, step + 0.01 * at + 0.008, {"step": step, "waited": 0.001})
+            Span(1, str(each), each.kind, step + 0.01 * at, step + 0.01 * at + 0.008, {"step": step, **details})
             for step in (3, 4)
             for at, each in enumerate(TABLE.columns[column])
         ]
@@ -140,6 +183,8 @@ def test_the_last_step_of_a_run(tmp_path):
     assert (found.table.stages, found.table.microbatches) == (TABLE.stages, TABLE.microbatches)
     assert found.makespan == pytest.approx(0.01 * max(map(len, TABLE.columns)) - 0.002, abs=1e-6)
     assert {waited for column in found.waits for waited in column} == {0.001}
+    for column, worked_off in zip(TABLE.columns, found.worked_off, strict=True):
+        assert [bool(seconds) for seconds in worked_off] == ["RECV" in each.kind for each in column]
 
 
 def test_a_folder_without_a_trace(tmp_path):

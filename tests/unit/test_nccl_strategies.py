@@ -14,9 +14,13 @@ import torch.distributed as dist
 
 from process_groups import nccl_strategies
 from process_groups.backends import OpenBackend, beside_current_stream, nccl_algorithm
+from process_groups.board import Page
+from process_groups.ledger import Member
 from process_groups.nccl_strategies import NcclStrategies
-from process_groups.transport import Call
-from runtime.errors import DeadlineExceeded, GroupClosed
+from process_groups.torch_transport import TorchTransport
+from process_groups.transport import Call, Place
+from runtime.errors import Coords, DeadlineExceeded, GroupClosed
+from runtime.threads import DaemonThreads
 
 CPU = torch.device("cpu")
 TIMEOUT = 5.0
@@ -109,6 +113,14 @@ class FakeBackend:
 
     def _allgather_base(self, output, source, options):
         return self.work(f"allgather of {source.numel()} to {output.numel()} bytes")
+
+    def send(self, tensors, peer, tag):
+        (tensor,) = tensors
+        return self.work(f"send of {tensor.numel()} bytes, peer {peer}")
+
+    def recv(self, tensors, peer, tag):
+        (tensor,) = tensors
+        return self.work(f"recv of {tensor.numel()} bytes, peer {peer}")
 
     def broadcast(self, tensors, options):
         (tensor,) = tensors
@@ -458,6 +470,33 @@ def test_hierarchical_on_hosts_that_differ(rank, opened, called):
     assert [event for event in nccl.events if event.startswith("open")] == opened
     assert without_openings(nccl) == called
     assert called[-1].startswith(work.of)
+
+
+# A transport whose ranks are on two hosts.
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "send", "recv"])
+async def test_nothing_but_the_call_itself_is_handed_to_nccl(kind):
+    nccl, store, threads = FakeNccl(), dist.HashStore(), DaemonThreads("test-nccl", limit=1)
+    own = nccl.backend("own", 0, 2)
+    own.is_made = True
+    strategies = NcclStrategies(store, 0, 2, [0, 1], CPU, own, TIMEOUT, nccl.open)
+    page = Page(memoryview(bytearray(Page.size(2))), 2)
+    members = [Member(Place(rank, Coords(rank, 0, 0)), None if rank else page, None) for rank in range(2)]
+    transport = TorchTransport(
+        "nccl", OpenBackend(own, lambda: None), store, "dp", members, 0, torch.device("meta"), (0, 1),
+        nccl=strategies, issuing=threads,
+    )  # fmt: skip
+    tensor = torch.ones(8)
+    peer, op = (None, "sum") if kind == "all_reduce" else (1, None)
+    call = Call(kind, tensor, tensor, op, peer, timeout=3.0, number=1, terms="float32 (8,)")
+    try:
+        assert transport.start(call).ended_well(TIMEOUT)
+    finally:
+        transport.abort(GroupClosed("the test is over"))
+        threads.stop()
+    issued = "allreduce(sum) of 8" if kind == "all_reduce" else f"{kind} of 32 bytes, peer 1"
+    assert nccl.events == [f"own {issued}", "own waits at most 8 s"]
 
 
 # Hierarchical: the values, with ranks that are threads.

@@ -207,6 +207,20 @@ def test_clocks_of_two_hosts_are_put_together():
     assert observer.last_pipeline[1][0].start == pytest.approx(100.0)
 
 
+def test_steps_of_which_events_were_dropped_are_left_out():
+    observer = observer_of()
+    for step in range(3):
+        observer.take(0, events_message(told(step).done()))
+    observer.take(1, events_message(told(0).done()))
+    observer.take(1, events_message(told(1).done()[1:], dropped=1))
+    assert (observer.incomplete, observer.latest.step) == (1, 0)
+    observer.take(1, events_message(told(2).done(), dropped=1))
+    assert (observer.incomplete, observer.latest.step) == (1, 2)
+    observer.take(0, events_message(told(3).done()))
+    observer.finish()
+    assert observer.incomplete == 2, "rank 1 never told of the last one"
+
+
 def test_steps_of_ranks_that_nobody_knows_are_counted():
     observer = Observer(RunFacts(world_size=1))
     observer.take(0, events_message(told(0).done(), dropped=5))
@@ -243,18 +257,22 @@ def test_lag_of_the_window_leaves_out_what_was_before():
 
     recent = RecentLag(10.0)
     recent.take(0, totals(0.9), now=0.0)  # setting up
-    assert recent.histogram(0.0) is None
+    assert recent.histograms(0.0) == {}
     recent.take(0, totals(0.9, 0.0001), now=1.0)
     recent.take(1, totals(0.8), now=1.0)
     recent.take(1, totals(0.8, 0.03, 0.003), now=2.0)
-    found = recent.histogram(2.0)
-    assert sum(found.counts) == 3
-    assert found.total == pytest.approx(0.0331)
-    assert found.worst == 0.05, "the bucket's bound: no rank tells more"
-    assert sum(recent.histogram(11.5).counts) == 2, "ten seconds after the first"
-    assert recent.histogram(20.0) is None
+    found = recent.histograms(2.0)
+    assert [sum(each.counts) for each in found.values()] == [1, 2]
+    assert found[1].total == pytest.approx(0.033)
+    assert found[1].worst == pytest.approx(0.031), "what the total allows: no rank tells more"
+    assert recent.histograms(11.5).keys() == {1}, "ten seconds after the first"
+    assert recent.histograms(20.0) == {}
     recent.take(0, totals(), now=20.0)  # a rank that began anew
-    assert recent.histogram(20.0) is None
+    assert recent.histograms(20.0) == {}
+    recent.take(1, totals(0.8, 0.03, 0.003, 1.5), now=20.0)
+    assert recent.histograms(20.0)[1].worst == 1.5, "the worst of all is told"
+    recent.take(1, totals(0.8, 0.03, 0.003, 1.5, 1.1, 1.1), now=31.0)
+    assert recent.histograms(31.0)[1].worst == pytest.approx(1.2), "and is no more, once it is long ago"
 
 
 # Traffic.

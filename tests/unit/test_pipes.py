@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 
@@ -13,7 +14,7 @@ from process_groups.exchange import Exchange
 from process_groups.pipes import DTYPES, SharedPipe, describe, read_description, signature_of
 from process_groups.shared_layout import MESSAGE_WORDS, NUM_MESSAGES, lay_out
 from process_groups.signals import Patience
-from runtime.errors import DeadlineExceeded, GroupClosed, InvalidCall, PeerLost
+from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, InvalidCall, PeerLost
 from tests.processes import SECONDS
 
 Pipes = tuple[SharedPipe, SharedPipe]
@@ -47,7 +48,7 @@ def ends() -> Iterator[Ends]:
 
 
 def take(pipe: SharedPipe) -> list[torch.Tensor | None]:
-    return pipe.receive(time.monotonic() + SECONDS, lambda: False)
+    return pipe.receive(time.monotonic() + SECONDS, lambda: math.inf)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -121,19 +122,33 @@ def test_memory_is_used_again(ends):
 def test_idle_time_is_used_until_something_comes(ends):
     done = []
 
-    def idle() -> bool:
+    def idle() -> float:
         done.append(1)
         if len(done) == 3:
             ends.one.send([torch.ones(1)])
-        return len(done) < 10
+        return 0.0 if len(done) < 10 else math.inf
 
     assert ends.other.receive(time.monotonic() + SECONDS, idle)[0].tolist() == [1.0]
     assert len(done) == 3, "a message that is there is taken at once"
 
 
+def test_who_has_more_to_do_soon_is_asked_again(ends, monkeypatch):
+    monkeypatch.setattr("process_groups.pipes._LOOK", SECONDS)
+    asked = []
+
+    def idle() -> float:
+        asked.append(1)
+        if len(asked) == 3:
+            ends.one.send([torch.ones(1)])
+        return 0.001
+
+    assert ends.other.receive(time.monotonic() + SECONDS, idle)[0].tolist() == [1.0]
+    assert len(asked) == 3
+
+
 def test_a_deadline(ends):
     with pytest.raises(DeadlineExceeded):
-        ends.other.receive(time.monotonic() + 0.02, lambda: False)
+        ends.other.receive(time.monotonic() + 0.02, lambda: math.inf)
 
 
 def test_a_peer_that_is_gone(ends):
@@ -159,6 +174,17 @@ def test_descriptions():
     assert len(describe(signature_of([torch.ones(1)] * 50), [0] * 50)) <= MESSAGE_WORDS
     with pytest.raises(InvalidCall, match=r"^a stage can't pass torch\.float8_e5m2 on; convert it to one of float32, "):
         describe(signature_of([torch.ones(1).to(torch.float8_e5m2)]), [0])
+
+
+def test_no_memory_for_a_message(ends, monkeypatch):
+    monkeypatch.setattr("process_groups.arena.available_memory", lambda: 3 << 20)
+    with pytest.raises(CommunicationError) as caught:
+        ends.one.send([torch.ones(1024, 1024)])
+    assert str(caught.value) == (
+        "no memory for a message with torch.float32 (1024, 1024) of 4.0 MiB: 3.0 MiB are available here. Give the "
+        "ranks more memory (a container's --memory), start fewer on this host, or make microbatches smaller; with "
+        "comm.backend: gloo nothing is kept in shared memory."
+    )
 
 
 def test_shapes_that_come_and_go(ends):

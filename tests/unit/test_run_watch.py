@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import urllib.request
+from contextlib import suppress
 
 import pytest
 
+from monitoring.endpoint import Endpoint
 from parallel3d.config import load_config
 from parallel3d.run_folder import RunFolder
 from parallel3d.run_record import RunRecord, Status
 from parallel3d.run_watch import RunWatch, complete
+from tests.processes import SECONDS
 
 
 class Slow:
@@ -28,6 +32,9 @@ class Slow:
     async def settle(self) -> None:
         self.began.set()
         await self.go_on.wait()
+
+    async def linger(self, hurry) -> None:
+        pass
 
     async def close(self) -> None:
         self.closed = True
@@ -84,3 +91,56 @@ async def test_a_rule_that_fails_does_not_cost_the_folder(run, monkeypatch, capf
     assert (folder.path / "report.html").exists()
     assert capfd.readouterr().err.count("ZeroDivisionError: a bug of ours") == 1
     assert "parallel3d-station" not in [thread.name for thread in threading.enumerate()]
+
+
+async def scraped(endpoint: Endpoint) -> str:
+    def ask() -> str:
+        with urllib.request.urlopen(endpoint.url("/metrics"), timeout=SECONDS) as answer:
+            return answer.read().decode()
+
+    return await asyncio.to_thread(ask)
+
+
+@pytest.fixture
+def watched(run, monkeypatch):
+    """A run that is under way, and at its end waits for long if it waits at all, and shows each scrape the latest."""
+    monkeypatch.setattr("monitoring.server.RENDER_SECONDS", 0.0)
+    folder, record = run
+    record.config = load_config(None, overrides={"monitoring.linger_seconds": 600}, environ={})
+    record.status = Status.RUNNING
+    endpoint = Endpoint.open("127.0.0.1", None)
+    return folder, record, endpoint, RunWatch(record, folder, endpoint)
+
+
+async def test_a_run_that_failed_is_scraped_once_more(watched):
+    folder, record, endpoint, watch = watched
+    assert 'steps_total{outcome="failed"} 0.0' in await scraped(endpoint)
+    record.status = Status.FAILED
+    lingering, linger = asyncio.Event(), watch.linger
+
+    async def note(hurry: asyncio.Event) -> None:
+        lingering.set()
+        await linger(hurry)
+
+    watch.linger = note
+    ending = asyncio.create_task(complete(folder, record, watch))
+    await lingering.wait()
+    assert (folder.path / "report.html").exists(), "nobody waits for the folder"
+    while not ending.done():
+        with suppress(OSError):  # it has closed meanwhile
+            last = await scraped(endpoint)
+    assert 'steps_total{outcome="failed"} 1.0' in last
+
+
+@pytest.mark.parametrize("why", ["nobody scrapes it", "it ended well", "its owner is cancelled"])
+async def test_a_run_that_waits_for_no_scrape(watched, why):
+    folder, record, endpoint, watch = watched
+    if why != "nobody scrapes it":
+        await scraped(endpoint)
+    record.status = Status.COMPLETED if why == "it ended well" else Status.FAILED
+    ending = asyncio.create_task(complete(folder, record, watch))
+    if why == "its owner is cancelled":
+        await asyncio.sleep(0)
+        ending.cancel()
+    assert await asyncio.wait_for(asyncio.wait([ending]), SECONDS)
+    assert ending.cancelled() == (why == "its owner is cancelled")

@@ -638,6 +638,20 @@ def test_a_table_that_waits_for_ever_is_drawn(parallel3d):
 # A run's pipeline
 
 
+def test_a_table_is_written_and_drawn_again(schedule):
+    first = schedule("--schedule zbv --pp 2 --microbatches 4 --csv mine.csv --json")
+    again = json.loads(schedule("--schedule csv:mine.csv --json"))
+    assert again == {**json.loads(first), "schedule": "csv:mine.csv"}
+    schedule("--schedule 1f1b --pp 2 --microbatches 2 --actions all --csv mine.csv")
+    assert "1RECV_F0" in Path("mine.csv").read_text()
+
+
+def test_a_table_that_cannot_be_written(parallel3d, here):
+    code, _, stderr = parallel3d("schedule", "--pp", "2", "--microbatches", "2", "--csv", str(here))
+    assert code == 2
+    assert stderr.startswith(f"parallel3d schedule: --csv {here} can't be written: ")
+
+
 def test_simulate(parallel3d):
     assert parallel3d("simulate", str(MESH), "--transfer", "0.5") == Outcome(
         0,
@@ -648,6 +662,17 @@ def test_simulate(parallel3d):
         "critical path     5 F, 5 B; 4 changes of rank, which take 2\n",
         "",
     )
+
+
+def test_simulate_shows_the_bubble_of_every_stage_where_a_rank_has_several(parallel3d):
+    code, stdout, _ = parallel3d("simulate", str(MESH), "--set", "pipeline.schedule=zbv")
+    planned = simulate(build("zbv", 2, 4), Costs(4, 1.0, 1.0, 1.0, transfer=0.0))
+    by_rank, by_stage = (
+        " ".join(f"{100 * ratio:.1f}" for ratio in ratios)
+        for ratios in (planned.rank_bubble_ratios, planned.stage_bubble_ratios)
+    )
+    assert code == 0
+    assert f"; by rank: {by_rank}; by stage: {by_stage}\n" in stdout
 
 
 def test_simulate_as_json(parallel3d):
@@ -661,6 +686,7 @@ def test_simulate_as_json(parallel3d):
         "makespan": 6,
         "bubble_ratio": 0.5,
         "rank_bubble_ratios": [0.5, 0.5],
+        "stage_bubble_ratios": [0.5, 0.5],
         "peak_activations": [1, 1],
         "critical_path": [
             {"rank": rank, "action": action, "start": start, "end": end, "reason": reason, "transfer": 0}
@@ -756,7 +782,7 @@ def measured_step(path: Path) -> Path:
     table = build("1f1b", 2, 3).with_communication()
     planned = simulate(table, Costs(2, 0.01, 0.01, 0.01))
     times = [
-        [(start, end, 0.0) for start, end in zip(*each, strict=True)]
+        [(start, end, 0.0, 0.0) for start, end in zip(*each, strict=True)]
         for each in zip(planned.starts, planned.ends, strict=True)
     ]
     path.write_text(json.dumps(Measured.of(table, times).to_json()))
@@ -775,11 +801,35 @@ def test_a_measured_step_beneath_its_plan(schedule, here):
     assert ElementTree.parse(here / "a.html").getroot().tag == f"{HTML}html"
 
 
-@pytest.mark.parametrize("other", ["--pp 2", "--microbatches 3", "--schedule gpipe", "--compare"])
+def test_a_measured_step_as_json(schedule, here):
+    step = measured_step(here / "step.json")
+    assert json.loads(schedule(f"--measured {step} --json")) == {
+        "schedule": "1f1b",
+        "stages": 2,
+        "microbatches": 3,
+        "makespan": {"planned": pytest.approx(0.12), "measured": pytest.approx(0.12)},
+        "bubble_ratio": {"planned": pytest.approx(0.25), "measured": pytest.approx(0.25)},
+        "rank_bubble_ratios": {"planned": pytest.approx([0.25] * 2), "measured": pytest.approx([0.25] * 2)},
+        "stage_bubble_ratios": {"planned": pytest.approx([0.25] * 2), "measured": pytest.approx([0.25] * 2)},
+        "first_late": None,
+    }
+
+
+@pytest.mark.parametrize("other", ["--forward 2", "--backward 3", "--weight-backward 1", "--transfer 0.1"])
+def test_a_measured_step_has_its_own_times(parallel3d, here, other):
+    code, stdout, stderr = parallel3d("schedule", "--measured", str(measured_step(here / "step.json")), *other.split())
+    message = f"parallel3d schedule: --measured has times of its own. Leave out {other.split()[0]} or --measured.\n"
+    assert (code, stdout, stderr) == (2, "", message)
+
+
+@pytest.mark.parametrize(
+    "other",
+    ["--pp 2", "--microbatches 3", "--schedule gpipe", "--compare", "--virtual-stages 2", "--actions all", "--csv a"],
+)
 def test_a_measured_step_has_its_own_schedule(parallel3d, here, other):
     step = measured_step(here / "step.json")
     code, stdout, stderr = parallel3d("schedule", "--measured", str(step), *other.split())
-    option = other.split()[0]
+    option = other if other == "--actions all" else other.split()[0]
     message = f"parallel3d schedule: --measured has a schedule of its own. Leave out {option} or --measured.\n"
     assert (code, stdout, stderr) == (2, "", message)
 

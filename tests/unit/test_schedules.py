@@ -17,6 +17,7 @@ from parallel3d.schedules.build import SCHEDULES, build
 from parallel3d.schedules.limits import IMPLIES_TWO_VIRTUAL_STAGES, NEEDS_VIRTUAL_STAGES, better_microbatches
 from parallel3d.schedules.steps import in_steps
 from parallel3d.schedules.table import Table
+from parallel3d.simulation import find_deadlock
 from runtime.errors import ConfigError, InvalidCall
 
 FUNCTIONS = {
@@ -299,6 +300,7 @@ def test_each_possible_table_is_complete_and_ends(schedule):
         assert (table.num_ranks, table.stages) == (ranks, ranks * virtual_stages)
         assert_complete(table)
         finish_times(table, EQUAL_PARTS)
+        assert find_deadlock(table.with_communication()) is None, "what is run"
         number += 1
     assert number == {"interleaved": 3 * 85, "round-robin": 3 * 256, "dualpipe-v": 8 * 33 - 2 * 36}.get(schedule, 256)
 

@@ -51,6 +51,26 @@ def row(*modules: nn.Module, plan: dict[str, str] | None = None, layers: slice |
     return LayeredModel(nn.Sequential(*modules), before, paths[layers], after, plan or {}, reset_parameters)
 
 
+# Heads.
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (gpt(width=24, heads=3), "model.args.heads(3) is no multiple of tp(2). Set tp to 1 or 3"),
+        (llama(width=24, heads=6, kv_heads=3, mlp_width=8), "model.args.kv_heads(3) is no multiple of tp(2)."),
+    ],
+    ids=["gpt", "llama"],
+)
+def test_heads_that_do_not_divide_are_refused_with_any_plan(model, words):
+    plan = {"blocks.*.attention.[qkv]": "column", "blocks.*.attention.o": "row"}
+    with pytest.raises(ConfigError) as refused:
+        plan_shards(model, plan, 2, layers_per_stage=(2,))
+    text = " ".join(str(refused.value).split())
+    assert text.startswith(f"parallel.tp = 2: blocks.0.attention.q (column) cuts heads, but {words}")
+    plan_shards(model, {"blocks.*.mlp.*": "column", "blocks.*.mlp.down": "row"}, 2, layers_per_stage=(2,))
+
+
 # Tables.
 
 

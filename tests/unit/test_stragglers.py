@@ -79,10 +79,21 @@ def test_without_a_core_from_the_start():
     assert not any(feed(StragglerDetector(), unknown, [[0.1, 0.3]] * 9, cpus=[0.1, 0.1]))
 
 
+def test_a_rank_that_comes_late_to_where_ranks_meet():
+    detector, ranks = StragglerDetector(), mesh_of(dp=2)
+    assert feed(detector, ranks, [[0.1, 0.1]] * 5, late={1: 0.03}) == [[]] * 5, "not by much"
+    assert feed(detector, ranks, [[0.1, 0.1]] * 3, first=5, late={1: 0.05}) == [[], [], [1]]
+    assert detector.stragglers == (Straggler(1, pytest.approx(0.5), "arrival", since_step=5),)
+    assert detector.scores == {0: 1.0, 1: pytest.approx(0.5)}
+    assert not any(feed(StragglerDetector(), mesh_of(dp=2, num_cores=1), [[0.1, 0.1]] * 9, late={1: 0.05}))
+
+
 def test_where_ranks_take_turns_only_processor_time_counts():
     ranks = mesh_of(dp=2, num_cores=1)
     assert crowded_hosts(ranks.values()) == {"a"}
     assert crowded_hosts(mesh_of(dp=2, num_cores=2).values()) == frozenset()
+    limited = {0: ranks[0], 1: replace(ranks[1], num_cores=2)}
+    assert crowded_hosts(limited.values()) == frozenset(), "rank 0's own quota leaves the other core to rank 1"
     assert not any(feed(StragglerDetector(), ranks, [[0.1, 0.3]] * 9, cpus=[0.1, 0.1]))
     assert feed(StragglerDetector(), ranks, [[0.3, 0.3]] * 5, cpus=[0.1, 0.2])[-1] == [1]
 

@@ -256,12 +256,25 @@ def test_after_ctrl_c_only_what_went_wrong_is_told():
     ],
 )
 def test_a_malformed_report_is_none(message):
-    assert Report.from_message(message) is None
+    assert Report.from_message(message, rank=0) is None
 
 
 @pytest.mark.parametrize("error", [None, 3, {}, {"kind": ["PeerLost"]}, {"kind": "Mismatch"}])
 def test_only_the_known_kinds_are_consequences(error):
     fields = {"time": 1, "type": "A", "message": "m", "traceback": "t", "error": error}
-    report = Report.from_message(fields)
+    report = Report.from_message(fields, rank=0)
     assert report is not None
     assert not report.is_consequence
+
+
+def test_what_every_rank_raises_is_told_by_the_rank_that_it_blames():
+    fields = {"time": 1, "type": "NonFiniteGradient", "message": "m", "traceback": "t", "culprit": 1}
+    machine = running(2)
+    for rank, when in ((0, 1.0), (1, 1.1)):
+        report = Report.from_message({**fields, "time": when}, rank)
+        assert report is not None
+        machine.handle(RankFailed(rank, report), when)
+    end_all(machine, {0: 1, 1: 1})
+    root = find_root(machine.failures())
+    assert root is not None
+    assert root.rank == 1

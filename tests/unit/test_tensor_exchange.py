@@ -162,7 +162,7 @@ def test_slices_have_to_be_equal():
 def test_no_memory(monkeypatch):
     with ThreadRanks(2) as ranks:
         monkeypatch.setattr(ranks.arenas[0], "empty", lambda *_: None)
-        with pytest.raises(CommunicationError, match=r"^no memory for a part of 4\.0 MiB to exchange$"):
+        with pytest.raises(CommunicationError, match=r"^no memory for a part to exchange of 4\.0 MiB: "):
             ranks.exchanges[0].room((1 << 20,), torch.float32)
 
 

@@ -37,18 +37,46 @@ def test_several_come_at_once_and_in_order():
     assert numbers(timeline.take(0, told(0) + told(1) + told(2) + told(3))) == [0, 1, 2]
 
 
-def test_a_step_that_misses_a_rank_is_given_up_when_many_newer_ones_wait():
+def test_a_step_is_given_up_once_the_missing_rank_has_ended_a_later_one():
     timeline = Timeline(2)
-    timeline.take(0, told(0))  # rank 1's end of it was dropped
-    for step in range(1, 64):
-        timeline.take(0, told(step))
-        assert timeline.take(1, told(step)) == []
-    timeline.take(0, told(64))
-    assert numbers(timeline.take(1, told(64))) == list(range(1, 65))
+    timeline.take(0, told(0) + told(1) + told(2))
+    assert timeline.take(1, told(1)[:-1]) == [], "it may end step 0 yet, for all that is known"
+    assert numbers(timeline.take(1, told(1)[-1:])) == [1]
     assert timeline.incomplete == 1
     timeline.take(1, told(0))  # much too late
-    timeline.take(0, told(65))
-    assert numbers(timeline.take(1, told(65))) == [65]
+    assert numbers(timeline.take(1, told(2))) == [2]
+    assert timeline.incomplete == 1
+
+
+def test_the_end_of_a_run_gives_up_what_some_ranks_have_not_ended():
+    timeline = Timeline(2)
+    timeline.take(0, told(0) + told(1) + told(2))
+    timeline.take(1, told(0) + told(1)[:1])
+    timeline.flush()
+    assert timeline.incomplete == 2
+    timeline.flush()
+    assert timeline.incomplete == 2
+
+
+def test_a_step_of_which_events_were_lost_is_given_up_though_it_ends():
+    timeline = Timeline(2)
+    timeline.take(0, told(0) + told(1) + told(2) + told(3))
+    assert numbers(timeline.take(1, told(0) + told(1)[:1])) == [0]
+    timeline.lose(1)
+    assert timeline.take(1, []) == []
+    assert numbers(timeline.take(1, told(1)[-1:] + told(2))) == [2]
+    assert timeline.incomplete == 1
+    timeline.lose(1)
+    assert numbers(timeline.take(1, told(3)[1:])) == []
+    assert timeline.incomplete == 2
+
+
+def test_steps_of_which_all_ranks_ends_were_lost_are_counted():
+    timeline = Timeline(2)
+    for rank in (0, 1):
+        timeline.take(rank, told(4))
+        timeline.take(rank, told(8))
+    assert timeline.incomplete == 3
 
 
 def test_a_call_that_is_told_late_counts_in_the_next_step():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import os
 import socket
 from base64 import b64decode
 from collections.abc import Iterable
@@ -29,6 +28,7 @@ from parallel3d.trainer import SupervisorOwner, train, used_memory
 from parallel3d.unsupervised import RankOwner, gather_json
 from parallel3d.wishes import Wish, Wishes
 from runtime.control import LauncherControl, RankControl
+from runtime.cores import num_cores
 from runtime.errors import NonFiniteGradient
 from tests.stand_in import STAND_IN, StandIn
 
@@ -84,7 +84,7 @@ async def test_every_rank_tells_of_every_step():
         assert (ready["device"], ready["parameters"]) == ("cpu", 6)
         assert ear.of("memory")[-1]["bytes"] > 1 << 20
         assert ear.of("memory")[-1]["kinds"] == {"weights": 24, "gradients": 24, "optimizer": 48}
-        assert ready["num_cores"] == len(os.sched_getaffinity(0))
+        assert ready["num_cores"] == num_cores()
         assert ear.of("clock") == [{"kind": "clock", "offset": 0.0}]
         assert ear.of("queue")[-1]["capacity"] == 2
     assert [message["loss"] for message in first.of("step")] == [10.0, 9.0, 8.0, 7.0]
@@ -123,13 +123,16 @@ async def test_events_are_told_also_when_a_step_fails(monkeypatch):
     assert ears[0].steps() == [0, 1]
 
 
-async def test_a_gradient_that_is_not_finite_is_told_by_rank_0():
-    class Exploding(StandIn):
-        async def train_step(self, batch: int) -> TrainStep:
-            if batch == 2:
-                raise NonFiniteGradient("the norm of the gradients is nan", ranks=(0,))
-            return await super().train_step(batch)
+class Exploding(StandIn):
+    """Of all ranks, each of which raises the same."""
 
+    async def train_step(self, batch: int) -> TrainStep:
+        if batch == 2:
+            raise NonFiniteGradient("the norm of the gradients is nan", ranks=(1,))
+        return await super().train_step(batch)
+
+
+async def test_a_gradient_that_is_not_finite_is_told_by_rank_0():
     async def main() -> Ear:
         async with Exploding(config_of()) as coordinator:
             ear = Ear({})
@@ -281,6 +284,9 @@ class Watch:
     async def settle(self) -> None:
         self.ends.append("settled")
 
+    async def linger(self, hurry: asyncio.Event) -> None:
+        self.ends.append("lingered")
+
     async def close(self) -> None:
         self.ends.append("closed")
 
@@ -298,7 +304,7 @@ async def test_json_of_every_rank_on_every_rank():
     assert await parallel3d.in_process(main, ranks=3) == [expected] * 3
 
 
-async def work(folder: RunFolder, watch: Watch | None = None) -> list[RankOwner]:
+async def work(folder: RunFolder, watch: Watch | None = None, make: type[StandIn] = StandIn) -> list[RankOwner]:
     """Without a watch of the test's own, there is a real one."""
     ranks = iter(range(2))
 
@@ -313,7 +319,7 @@ async def work(folder: RunFolder, watch: Watch | None = None) -> list[RankOwner]
             lambda _, step: shown.append(step.step),
             (lambda record: watch or RunWatch(record, folder, None)) if rank == 0 else None,
         )
-        await owner.work(StandIn)
+        await owner.work(make)
         assert shown == ([0, 1, 2, 3] if rank == 0 else [])
         return owner
 
@@ -343,12 +349,22 @@ async def test_who_looks_on_at_rank_0_hears_all_ranks(tmp_path, monkeypatch, fai
     watch = Watch(fails=fails)
     first, _ = await work(RunFolder.create(config_of(), "id"), watch)
     assert first.record.status is Status.COMPLETED
-    assert watch.ends == ["settled", "closed"]
+    assert watch.ends == ["settled", "lingered", "closed"]
     for rank, told in ((0, {"step"}), (1, set())):
         expected = {"mesh", "clock", "ready", "events", "memory", "queue"} | told
         reports = {"loop_lag", "collectives"} if interval == 0 else set()
         assert {message["kind"] for message in watch.taken[rank]} == expected | reports
         assert watch.steps(rank) == [0, 1, 2, 3]
+
+
+async def test_without_a_supervisor_the_rank_with_such_a_gradient_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder.create(config_of(), "id")
+    with pytest.raises(NonFiniteGradient):
+        await work(folder, make=Exploding)
+    error = json.loads((folder.path / "metrics.json").read_text())["error"]
+    assert (error["rank"], error["coords"]) == (1, {"dp": 1, "tp": 0, "pp": 0})
+    assert error["message"].startswith("rank 1 (dp=1 tp=0 pp=0) failed: NonFiniteGradient: ")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 
 import pytest
@@ -120,6 +121,48 @@ def test_a_function_of_the_users_own_runs_once():
     assert values.grad.tolist() == [2.0] * 3
     queue.popleft()()
     assert (runs, factor.grad.item(), len(queue)) == (["input", "weight"], 3.0, 0)
+
+
+class Nested(torch.autograd.Function):
+    """Its backward runs another one in itself, so often that autograd takes another thread for the innermost."""
+
+    @staticmethod
+    def forward(ctx, values, num, innermost):
+        ctx.num, ctx.innermost = num, innermost
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.num == 0:
+            ctx.innermost()
+        else:
+            values = torch.ones(1, requires_grad=True)
+            with torch.enable_grad():
+                Nested.apply(values, ctx.num - 1, ctx.innermost).sum().backward()
+        return gradient, None, None
+
+
+def test_a_backward_in_another_thread_is_split_too():
+    """As autograd has one for each GPU."""
+    linear, embedding, threads, queue = nn.Linear(3, 2, device="meta"), nn.Embedding(5, 3), [], deque()
+    for module in (linear, embedding):
+        split_weight_gradients(module)
+
+    def innermost() -> None:
+        threads.append(threading.get_ident())
+        with torch.enable_grad():
+            linear(torch.ones(4, 3, device="meta")).sum().backward()
+            embedding(torch.tensor([1, 2])).sum().backward()
+
+    outermost = Nested.apply(torch.ones(1, requires_grad=True), 100, innermost)
+    with collecting(queue):
+        outermost.backward(retain_graph=True)
+    assert len(queue) == 2
+    assert linear.weight.grad is embedding.weight.grad is None
+    outermost.backward()
+    assert len(queue) == 2, "no longer collected"
+    assert embedding.weight.grad.sum() == 6
+    assert threading.get_ident() not in threads
 
 
 class Doubled(nn.Linear):

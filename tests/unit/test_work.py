@@ -75,6 +75,42 @@ async def test_what_a_peer_tells_is_passed_on(error, text):
     assert str(caught.value).startswith(text)
 
 
+class EndlessTransport(InstantTransport):
+    """No call ever ends, for rank 1 does not come."""
+
+    def __init__(self):
+        self.aborted = None
+
+    def ended_well(self, seconds):
+        return False
+
+    def add_done_callback(self, callback):
+        pass
+
+    def trouble(self, call):
+        return None
+
+    def culprit(self, call):
+        return 1, "has not called it"
+
+    def abort(self, error):
+        self.aborted = error
+
+    async def close(self, deadline):
+        pass
+
+
+async def test_who_leaves_waits_no_longer_than_that_for_what_is_under_way():
+    transport = EndlessTransport()
+    group = group_over(transport)
+    group.barrier()
+    with pytest.raises(DeadlineExceeded) as caught:
+        await group.close(0.05)
+    assert str(caught.value).startswith("barrier on group world did not end within 0.05")
+    assert str(caught.value).endswith(" s: rank 1 (dp=1 tp=0 pp=0) has not called it.")
+    assert transport.aborted is caught.value
+
+
 async def test_calls_in_a_row_let_other_tasks_run():
     group = group_over(InstantTransport())
     turns = 0

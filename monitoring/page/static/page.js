@@ -15,6 +15,7 @@ const AGAIN = 2000; // until the next attempt to load
 class Page {
   constructor(snapshot) {
     this.steps = new Steps();
+    this.reloads = new Set(); // each under way: what was told meanwhile
     const cursor = (this.cursor = new Cursor());
     this.overview = new Overview(snapshot.parts, this.steps, cursor, (name) => this.#light(name));
     this.log = new Log();
@@ -113,11 +114,17 @@ async function fetchRun() {
   return answer.json();
 }
 
+/** What the stream tells while the snapshot is on its way is told again once that is there, unless it is in it. */
 async function reload(page) {
+  const meanwhile = [];
+  page.reloads.add(meanwhile);
   try {
     page.load(await fetchRun());
+    for (const again of meanwhile) again();
   } catch {
     setTimeout(() => reload(page), AGAIN);
+  } finally {
+    page.reloads.delete(meanwhile);
   }
 }
 
@@ -125,14 +132,22 @@ function follow(page, lastId) {
   const stream = new EventSource(`api/stream?after=${encodeURIComponent(lastId)}`);
   const on = (kind, take) => stream.addEventListener(kind, (event) => {
     if (event.lastEventId) lastId = event.lastEventId;
-    take(JSON.parse(event.data));
-    page.changed();
+    const number = messageNumber(lastId);
+    const tell = () => {
+      take(JSON.parse(event.data), number);
+      page.changed();
+    };
+    tell();
+    if (kind === "reset") return;
+    // A state has no number of its own: it may be newer than what was loaded after the same message.
+    const isNews = () => (kind === "state" ? number >= page.loaded : number > page.loaded);
+    for (const meanwhile of page.reloads) meanwhile.push(() => { if (isNews()) tell(); });
   });
   stream.addEventListener("open", () => say("live"));
   on("step", (step) => page.steps.put(step));
   on("parts", ({ step, parts }) => page.steps.putParts(step, parts));
-  on("log", (line) => { // unless it came with what was loaded meanwhile
-    if (!(messageNumber(lastId) <= page.loaded)) page.log.put(line);
+  on("log", (line, number) => { // unless it came with what was loaded meanwhile
+    if (!(number <= page.loaded)) page.log.put(line);
   });
   on("state", (state) => { page.state = { ...page.state, ...state }; });
   on("reset", () => reload(page));
