@@ -30,8 +30,8 @@ class GradientServerSettings:
     """The server ends before the step with this number; steps count from 0, also after a restart. None: when it is
     stopped, or all workers have left."""
     protocol: Protocol = "v2"
-    """Version 1 proves nothing and encrypts nothing, so it is taken from this host only, and where there is no token, unless
-    `v1` allows it."""
+    """Version 1 proves nothing and encrypts nothing, so it is taken from this host only, and where there is no token,
+    unless `v1` allows it."""
     token: bytes | None = None
     """Version 2's; needed wherever others than this host can reach the server."""
     tls: ssl.SSLContext | None = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+from hypothesis import strategies as st
+
 from runtime.frame_reader import FrameReader, Side
 from runtime.membership import Admission, JoinsSeen, check_node_id
 from runtime.wire import LAYOUTS, Hello, JoinRequest, Proof, Reason, WireError, encode
@@ -21,6 +23,32 @@ def frames(seed: int) -> Iterator[bytes]:
     makers = (_good, _cut, _altered, _wrong_length, _noise, _noise_in_a_frame, _several, _deep_text)
     while True:
         yield chance.choice(makers)(chance)
+
+
+@st.composite
+def drawn(draw: st.DrawFn) -> bytes:
+    """The same kinds, drawn by hypothesis, which makes a failing one small."""
+    frame = draw(st.sampled_from(_GOOD))
+    match draw(st.sampled_from(("good", "cut", "cut body", "altered", "length", "body", "noise", "two"))):
+        case "cut":
+            return frame[: draw(st.integers(0, len(frame)))]
+        case "cut body":
+            body = frame[4 : draw(st.integers(4, len(frame)))]
+            return len(body).to_bytes(4, "big") + body
+        case "altered":
+            at, put = draw(st.integers(0, len(frame) - 1)), draw(st.binary(min_size=1, max_size=8))
+            return frame[:at] + put + frame[at + len(put) :]
+        case "length":
+            length = draw(st.sampled_from(_LENGTHS) | st.integers(0, 2**32 - 1))
+            return length.to_bytes(4, "big") + frame[4:]
+        case "body":
+            body = bytes([draw(st.sampled_from(sorted(LAYOUTS)))]) + draw(st.binary(max_size=80))
+            return len(body).to_bytes(4, "big") + body
+        case "noise":
+            return draw(st.sampled_from((HTTP, client_hello(random.Random(1)))) | st.binary(min_size=1, max_size=300))
+        case "two":
+            return frame + draw(st.sampled_from(_GOOD))
+    return frame
 
 
 def why_refused(data: bytes) -> Reason | None:
