@@ -1,4 +1,4 @@
-"""Frames that hypothesis makes up: to a reader in any state, and to a server before and after joins of both versions."""
+"""Frames that hypothesis makes up: to a reader in any state, and to a server before and after joins."""
 
 from __future__ import annotations
 
