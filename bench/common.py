@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 # bench/monitoring.py has the name of a package of ours, which shall be found first.
@@ -24,6 +24,13 @@ def options(description: str | None) -> argparse.Namespace:
 
 def median(values: Sequence[float]) -> float:
     return statistics.median(values)
+
+
+def turn(names: Iterable[str], number: int) -> list[str]:
+    """A round's order: everybody is first in turn, so that nobody always has the caches as one other left them."""
+    names = list(names)
+    first = number % len(names)
+    return names[first:] + names[:first]
 
 
 def wanted(value: float, *, least: float | None = None, most: float | None = None) -> str:

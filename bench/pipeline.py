@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import launch_for_result, median, options, show
+from common import launch_for_result, median, options, show, turn
 from pipeline_models import Sleeping, gpt_layers, gpt_loss
 from torch import nn
 from torch.distributed import pipelining
@@ -133,7 +133,8 @@ async def sleeping(bench: Bench, microbatches: int, forward: float, backward: fl
     }
     turns = microbatches + bench.size - 1
     for number in range(rounds + 1):
-        for name, (module, computing, step) in contestants.items():
+        for name in turn(contestants, number):
+            module, computing, step = contestants[name]
             seconds = await bench.time(step)
             slept, computed = await bench.mean(module.seconds()), await bench.mean(sum(computing) / microbatches)
             computing.clear()
@@ -181,7 +182,9 @@ async def profiled_cut(bench: Bench, sample: torch.Tensor) -> int:
     return int(await bench.mesh.pp.broadcast(number))
 
 
-async def gpt(bench: Bench, sequence: int, rounds: int) -> dict[str, Any]:
+async def gpt(bench: Bench, sequence: int, quick: bool) -> dict[str, Any]:
+    """Short steps differ more from one to the next, and take less time."""
+    rounds = 5 if quick else 25 if sequence > 16 else 75
     batch, microbatches = 16, 8
     torch.manual_seed(1)
     inputs, targets = torch.randint(0, 1024, (2, batch, sequence))
@@ -212,7 +215,7 @@ async def gpt(bench: Bench, sequence: int, rounds: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in modules}
     simulated: dict[str, list[float]] = {name: [] for name in executors}
     for number in range(rounds + 2):
-        for name in modules:
+        for name in turn(modules, number):
             for parameter in modules[name].parameters():
                 parameter.grad = None
             took = await bench.time(steps[name])
@@ -252,7 +255,7 @@ async def measure() -> dict[str, Any]:
     async with parallel3d.mesh(pp=size, threads=1, timeout=120) as mesh:
         bench = Bench(mesh)
         if case == "gpt":
-            found = await gpt(bench, int(sys.argv[4]), 5 if quick else 25)
+            found = await gpt(bench, int(sys.argv[4]), quick)
         else:
             forward, backward = (float(each) * MS for each in sys.argv[5:7])
             run = sleeping if case == "sleep" else every_schedule

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import launch_for_result, median, options, show
+from common import launch_for_result, median, options, show, turn
 from pipeline_models import LAYERS, gpt_loss
 from torch import nn
 from torch.distributed import pipelining
@@ -184,8 +184,8 @@ async def turns(
         contestants[name] = lambda step=step: mesh.compute(step)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for number in range(2 + (3 if quick else 11)):
-        for name, step in contestants.items():
-            took = await timed(mesh, step, num_steps)
+        for name in turn(contestants, number):
+            took = await timed(mesh, contestants[name], num_steps)
             if number >= 2:  # the first steps make connections and load what torch loads late
                 seconds[name].append(took)
     mine = seconds["parallel3d"]
