@@ -86,10 +86,10 @@ async def form(
 
 
 async def _measure(formation: Formation) -> None:
-    """A group's first adaptive call measures."""
+    """A group's first adaptive call measures, unless it is so small that there is nothing to choose."""
     for group in formation.groups.values():
         if group.size > 1:
-            await group.all_reduce(torch.zeros(1, device=group.device))
+            await group.all_reduce(torch.zeros(1 << 18, device=group.device))
 
 
 def _discard(forming: Future[Formation]) -> None:

@@ -54,7 +54,8 @@ class SharedMemoryTransport:
         self._collectives = self._make_lane("collectives")
         self._packets = Packets(self._exchange, self._make_lane)
         self._links = {peer: SharedLink(self._exchange, peer) for peer in range(len(arenas)) if peer != me}
-        self._adaptive = Adaptive(self._steps, self._scratch, me, layout_of(self.name, (0,) * len(arenas)), pinned)
+        self._pinned, layout_name = pinned, layout_of(self.name, (0,) * len(arenas))
+        self._adaptive = Adaptive(self._steps, self._scratch, me, layout_name, pinned, above=FLAT)
         self._has_given_up = False
         self._tensor_exchange: SharedTensorExchange | None = None
 
@@ -74,7 +75,7 @@ class SharedMemoryTransport:
             left = quick.begin(call)
             return ENDED if left is None else quick.lane.add_waiting(call, left)
         lane, steps = self._lane_and_steps(call)
-        return lane.add(call, steps, is_short(call) and (call.strategy != "adaptive" or self._adaptive.is_ready))
+        return lane.add(call, steps, is_short(call) and (not self._is_chosen(call) or self._adaptive.is_ready))
 
     def pipe(self, peer: int) -> SharedPipe:
         """To and from a peer, for the engine thread."""
@@ -102,32 +103,29 @@ class SharedMemoryTransport:
             return None
         if call.kind in POINT_TO_POINT:
             return self._packets.quick(call)
-        if not is_flat(call) or call.is_empty or call.strategy not in ("default", "adaptive"):
+        is_default = call.strategy == "default" or (call.strategy == "adaptive" and not self._is_chosen(call))
+        if not is_flat(call) or call.is_empty or not is_default:
             return None
-        assert call.target is not None
-        lane, num_bytes = self._collectives, call.target.nbytes
-        if call.strategy == "default":
-            return Quick(lane, lambda: lane.is_idle, self._begin_flat)
-        takes_default = self._adaptive.takes_default
-        return Quick(lane, lambda: lane.is_idle and takes_default(num_bytes), self._begin_adaptive)
+        lane = self._collectives
+        return Quick(lane, lambda: lane.is_idle, self._begin_flat)
+
+    def _is_chosen(self, call: Call) -> bool:
+        """Whether it is adaptive's to choose a strategy. Small calls are one round by default, and no strategy takes
+        less; but a table that the user gave is followed."""
+        return call.strategy == "adaptive" and (bool(self._pinned) or not is_flat(call))
 
     def _begin_flat(self, call: Call) -> Steps | None:
         flat = FlatAllReduce(self._exchange, call)
         return None if flat.at_once() else flat.steps()
-
-    def _begin_adaptive(self, call: Call) -> Steps | None:
-        assert call.target is not None
-        self._adaptive.took_default(call, call.target.nbytes)
-        return self._begin_flat(call)
 
     def _lane_and_steps(self, call: Call) -> tuple[Lane, Steps]:
         if call.kind in POINT_TO_POINT:
             return self._packets.lane_and_steps(call)
         if call.is_empty:
             return self._collectives, iter(())
-        if call.strategy == "adaptive":
+        if self._is_chosen(call):
             return self._collectives, self._adaptive.steps(call)
-        return self._collectives, self._steps(call, call.strategy)
+        return self._collectives, self._steps(call, "default" if call.strategy == "adaptive" else call.strategy)
 
     def _steps(self, call: Call, strategy: str) -> Steps:
         if strategy == "default":
@@ -144,8 +142,10 @@ class SharedMemoryTransport:
         return self._adaptive.extra_seconds
 
     def explain(self, strategy: str, num_bytes: int) -> Explanation:
-        if strategy == "adaptive":
+        if strategy == "adaptive" and (self._pinned or num_bytes > FLAT):
             return self._adaptive.explain(num_bytes)
+        if strategy == "adaptive":
+            return Explanation("default", "one round through the staging slots, and no strategy takes less")
         if strategy != "default":
             return Explanation(strategy, "asked for")
         how = (

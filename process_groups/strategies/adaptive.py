@@ -26,7 +26,6 @@ _BUDGET = 1.0  # seconds that a size may be expected to take; one that takes lon
 _MEASURING = 10.0  # seconds that measuring may take in all: twice what four such sizes and their barriers do
 _HOPELESS = 4.0  # times slower than the best: not measured at larger sizes
 _PERIOD = 512  # calls of a size class between two comparisons
-_NUM_TIMED = 8  # the last calls of a period, which are timed
 _WORTH_A_TRY = 2.0  # times slower than the best, and still tried once a period: things change
 _CLEARLY = 0.9  # a change needs a gain of 10 %, or noise would decide
 
@@ -61,9 +60,12 @@ class Adaptive:
         layout: str,
         pinned: Pinned,
         device: torch.device | None = None,
+        above: int = 0,
     ) -> None:
-        """`scratch` gives bytes to measure with; `layout` is what measurements are kept for, on a kind of host."""
+        """`scratch` gives bytes to measure with; `layout` is what measurements are kept for, on a kind of host; only
+        calls of more bytes than `above` will come."""
         self._device = device
+        self._sizes = [size for size in _SIZES if 1 << size > above]
         self._run, self._scratch, self._me, self._layout, self._pinned = run, scratch, me, layout, pinned
         self._rows: Rows = {}
         self._source = ""
@@ -78,17 +80,6 @@ class Adaptive:
     def extra_seconds(self) -> float:
         """What the next call may take beside its own work."""
         return 0.0 if self.is_ready else _MEASURING
-
-    def takes_default(self, num_bytes: int) -> bool:
-        """Whether a call that is next in order is a plain `default`, to be neither timed nor compared: nearly all of
-        those small calls for which every microsecond counts are. It is counted by `took_default`."""
-        found = self._classes.get(num_bytes.bit_length())
-        return found is not None and not found.chosen and found.num_calls % _PERIOD < _PERIOD - _NUM_TIMED
-
-    def took_default(self, call: Call, num_bytes: int) -> None:
-        """Count a call of which `takes_default` was true."""
-        self._classes[num_bytes.bit_length()].num_calls += 1
-        call.carried_out_by = "default"
 
     def steps(self, call: Call) -> Steps:
         """An adaptive all-reduce."""
@@ -180,7 +171,7 @@ class Adaptive:
     def _measure(self) -> Generator[Wait, None, Rows]:
         rows: Rows = {}
         candidates, repeats = set(range(len(CANDIDATES))), _REPEATS
-        for size, next_size in zip(_SIZES, (*_SIZES[1:], math.inf), strict=True):
+        for size, next_size in zip(self._sizes, (*self._sizes[1:], math.inf), strict=True):
             values = self._scratch(1 << size).view(torch.float32).zero_()
             best = [math.inf] * len(CANDIDATES)
             for _ in range(repeats):  # in turns: a noisy moment shall not decide

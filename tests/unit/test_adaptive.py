@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -64,26 +63,6 @@ class Together:
             values = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
             calls.append(Call("all_reduce", values, values, "sum", strategy="adaptive"))
         return calls
-
-    def takes_default(self, num_bytes: int, idle: Collection[int] = (0, 1, 2)) -> bool:
-        """Whether a call was a plain `default` for those ranks that are idle; if it was, the others step through it."""
-        calls = self._calls(num_bytes)
-        answers = {self.tables[me].takes_default(num_bytes) for me in idle for _ in range(2)}  # asking counts nothing
-        (is_default,) = answers
-        assert {call.carried_out_by for call in calls} == {None}
-        if not is_default:
-            return False
-        for me in idle:
-            self.tables[me].took_default(calls[me], num_bytes)
-        busy = [(me, self.tables[me].steps(calls[me])) for me in range(len(self.tables)) if me not in idle]
-        for _, steps in busy:
-            next(steps)
-        self.now += self.cost("default", num_bytes)
-        for me, steps in busy:
-            assert self._under_way.pop(me)[1] == "default"
-            assert next(steps, "ended") == "ended", "it compares no notes without the others"
-        assert {call.carried_out_by for call in calls} == {"default"}
-        return True
 
     def all_reduce(self, num_bytes: int) -> str:
         """An adaptive call on every rank; the strategy that all of them took."""
@@ -264,71 +243,6 @@ def test_every_size_class_learns_for_itself(together):
         ranks.all_reduce(8 * MIB)
     assert ranks.all_reduce(8 * MIB) == "hierarchical"
     assert ranks.all_reduce(MIB) == "ring"
-
-
-# Calls that are carried out at once.
-
-
-def test_most_small_calls_need_no_table(together):
-    """The last 8 calls of a period are timed."""
-    ranks = together()
-    assert not ranks.takes_default(64 * KIB), "nothing is measured yet"
-    assert ranks.all_reduce(64 * KIB) == "default"
-    plain, taken = [], {}
-    for number in range(2, 193):
-        if ranks.takes_default(64 * KIB):
-            plain.append(number)
-        else:
-            taken[number] = ranks.all_reduce(64 * KIB)
-    assert plain == [*range(2, 57), *range(65, 121), *range(129, 185)]
-    timed = {number: name for number, name in taken.items() if name != "default"}
-    assert timed == {63: "hierarchical", 127: "ring", 191: "hierarchical"}, "another is tried as if all were timed"
-    assert " and refined by 192 calls " in ranks.explain(64 * KIB)
-
-
-def test_ranks_agree_whether_or_not_they_were_idle(together):
-    ranks = together()
-    ranks.all_reduce(64 * KIB)
-    idle = itertools.cycle(([0, 1, 2], [0], [1, 2], [2]))
-    for number in range(2, 57):
-        assert ranks.takes_default(64 * KIB, next(idle)), number
-    assert not ranks.takes_default(64 * KIB)
-    assert [ranks.all_reduce(64 * KIB) for _ in range(8)] == [*["default"] * 6, "hierarchical", "default"]
-    assert ranks.takes_default(64 * KIB), "notes were compared"
-
-
-def test_what_is_not_default_is_no_plain_call(together):
-    ranks = together()
-    assert ranks.all_reduce(4 * KIB) == "tree"
-    assert not ranks.takes_default(4 * KIB)
-    assert not ranks.takes_default(64 * KIB), "no call of that class yet"
-    pinned = together(pinned=((64 * KIB, "default"),))
-    assert pinned.all_reduce(4 * KIB) == "default"
-    assert not pinned.takes_default(4 * KIB)
-
-
-def test_plain_calls_are_not_timed(together):
-    """How fast they are changes nothing; what the last calls of a period take does."""
-    ranks = together()
-    ranks.all_reduce(64 * KIB)
-
-    def fast(strategy: str, num_bytes: int) -> float:
-        return 1e-9
-
-    def slow(strategy: str, num_bytes: int) -> float:
-        return usual(strategy, num_bytes) * (10 if strategy == "default" else 1)
-
-    for cost_of_the_last, start in ((usual, "default: "), (slow, "ring: ")):
-        ranks.cost = fast
-        while ranks.takes_default(64 * KIB):
-            pass
-        ranks.cost = cost_of_the_last
-        for _ in range(8):
-            ranks.all_reduce(64 * KIB)
-        text = ranks.explain(64 * KIB)
-        assert text.startswith(start)
-        assert f"(default {cost_of_the_last('default', 64 * KIB) * 1e6:,.0f} µs, ring 93 µs" in text
-    assert not ranks.takes_default(64 * KIB), "it is not the best any more"
 
 
 def test_a_pinned_table_is_followed_and_nothing_is_measured(together):
