@@ -10,7 +10,6 @@ from process_groups.strategies.arithmetic import wide_dtype
 
 PIECE = 512 << 10  # bytes: small enough to stay in a core's cache, large enough that Python's part does not count
 
-_HALVES = (torch.float16, torch.bfloat16)
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
     "mean": torch.add,
@@ -27,24 +26,21 @@ class Reducer:
 
     def __call__(self, out: torch.Tensor, inputs: Sequence[torch.Tensor], op: str) -> None:
         """`out` becomes the reduction of the inputs, 1-D and at most a piece long; it may be one of them."""
-        combine, num = _COMBINE[op], len(inputs)
-        if num == 2 and (op != "mean" or out.dtype not in _HALVES):  # one addition rounds once, whatever the dtype
-            combine(inputs[0], inputs[1], out=out)
+        combine, (first, *others, last) = _COMBINE[op], inputs
+        wide = wide_dtype(out.dtype, op)
+        if wide is out.dtype or (not others and op != "mean"):  # one addition rounds once, whatever the dtype
+            so_far = first
+            for values in others:
+                so_far = combine(so_far, values, out=self._scratch(out.numel(), wide))
+            result = combine(so_far, last, out=out)
         else:
-            total = self._scratch(out.numel(), wide_dtype(out.dtype, op))
-            total.copy_(inputs[0])
-            is_wide = total.dtype is not out.dtype
-            for values in inputs[1:] if is_wide or op == "mean" else inputs[1:-1]:
-                combine(total, values, out=total)
-            if is_wide or op == "mean":
-                if op == "mean":
-                    total.div_(num)
-                out.copy_(total)
-            else:
-                combine(total, inputs[-1], out=out)
-            return
+            result = self._scratch(out.numel(), wide).copy_(first)
+            for values in (*others, last):
+                combine(result, values, out=result)
         if op == "mean":
-            out.div_(num)
+            result.div_(len(inputs))
+        if result is not out:
+            out.copy_(result)
 
     def _scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if self._bytes is None:
