@@ -94,6 +94,9 @@ SERVER_POINTS = {
     "when a step is done": Point("call", "step", step=WHEN),
     "between two steps": sends("Assignment", "before", step=WHEN + 1),
 }
+MAY_BE_UNTOLD = ("between replies to two workers", "after all replies")
+"""A worker has the average, so the step is not made again; but where replies wait for nothing, the server dies with the
+last one, before it has told of the step."""
 
 
 # The means.
@@ -196,7 +199,8 @@ def test_the_server_is_killed_and_started_again(when):
         server.dies()
         run.start_server()
         found = run.finish()
-        assert {step.step for step in found.steps} == set(range(STEPS))
+        told = {step.step for step in found.steps}
+        assert told | ({WHEN} if when in MAY_BE_UNTOLD else set()) == set(range(STEPS))
 
 
 def test_one_has_the_average_when_the_server_dies_and_the_other_is_given_its_weights():
