@@ -418,13 +418,13 @@ class Begun:
     def _send_backward(self, action: Action) -> None:
         """First the send, for which another stage waits; then what takes time here."""
         stage, microbatch = self._stages[action.stage], _microbatch(action)
-        gradients = stage.input_gradients(microbatch)
-        self._send(action, [*gradients, self._loss()] if action in self._executor._loss_sends else gradients)
+        loss = [self._loss()] if action in self._executor._loss_sends else []
+        self._send(action, stage.input_gradients(microbatch), loss)
         if (stage, microbatch) not in self._unfinished:
             stage.let_go(microbatch)
 
-    def _send(self, send: Action, message: Message) -> None:
-        self._executor._pipes[self._executor._ends[send][0]].send(message)
+    def _send(self, send: Action, message: Message, loss: Message = ()) -> None:
+        self._executor._pipes[self._executor._ends[send][0]].send([*message, *loss])
         self._num_bytes = _bytes_of(message)
 
     def _receive(self, action: Action) -> None:
