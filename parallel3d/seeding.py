@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from runtime.errors import InvalidCall
+
 _LARGEST_SEED = 2**63 - 1
 # numpy takes no more.
 _LARGEST_NUMPY_SEED = 2**32 - 1
@@ -60,7 +62,7 @@ class RankNumbers:
     """Random numbers of one rank among those that draw the same: for what a module draws where each has another part.
 
     They follow from the process's numbers, which stay the same on all these ranks, so a forward that torch's checkpoint
-    computes once more draws once more what it drew."""
+    computes once more draws once more what it drew. Whether the input is a part, only autograd's graph tells."""
 
     def __init__(self, rank: int, device: torch.device, is_part: Callable[[torch.Tensor], bool]) -> None:
         self._rank, self._device, self._is_part = rank, device, is_part
@@ -73,6 +75,11 @@ class RankNumbers:
         module.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if module.training and not torch.is_grad_enabled():
+            raise InvalidCall(
+                "a Dropout of a tensor-parallel model in training, but without gradients: torch's checkpoint would "
+                "draw other numbers the second time. Use checkpoint(..., use_reentrant=False)."
+            )
         if module.training and args and self._is_part(args[0]):
             self._kept = self._process.get_state()
             state = hashlib.blake2b(self._kept.numpy().tobytes()).hexdigest()

@@ -320,8 +320,8 @@ class Group:
         shared: bool = False,
     ) -> Work:
         limit = self._limit(timeout)
-        if strategy == "adaptive" and self._transport is not None:
-            limit += self._transport.extra_seconds
+        if strategy == "adaptive" and self._transport is not None and target is not None:
+            limit += self._transport.extra_seconds(target.nbytes)
         moved_from = None if source is None else _plain(source)
         moved_to = copy_back = None
         if target is not None:

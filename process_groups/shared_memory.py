@@ -137,9 +137,8 @@ class SharedMemoryTransport:
         registered = self._exchange.own.empty((num_bytes,), torch.uint8)
         return torch.empty(num_bytes, dtype=torch.uint8) if registered is None else registered
 
-    @property
-    def extra_seconds(self) -> float:
-        return self._adaptive.extra_seconds
+    def extra_seconds(self, num_bytes: int) -> float:
+        return self._adaptive.extra_seconds if num_bytes > FLAT else 0.0
 
     def explain(self, strategy: str, num_bytes: int) -> Explanation:
         if strategy == "adaptive" and (self._pinned or num_bytes > FLAT):

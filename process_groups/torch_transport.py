@@ -212,8 +212,7 @@ class TorchTransport:
     def _scratch(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
-    @property
-    def extra_seconds(self) -> float:
+    def extra_seconds(self, num_bytes: int) -> float:
         return self._adaptive.extra_seconds
 
     def explain(self, strategy: str, num_bytes: int) -> Explanation:

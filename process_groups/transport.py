@@ -195,9 +195,8 @@ class Transport(Protocol):
     def explain(self, strategy: str, num_bytes: int) -> Explanation:
         """What carries an all-reduce out that asks for this strategy, and why."""
 
-    @property
-    def extra_seconds(self) -> float:
-        """What an adaptive all-reduce that is made now may take beside its own work."""
+    def extra_seconds(self, num_bytes: int) -> float:
+        """What an adaptive all-reduce of so many bytes that is made now may take beside its own work."""
 
     def finished(self, call: Call) -> None:
         """The call ended well and this rank has seen it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from monitoring.gradient_server_metrics import GradientServerTotals
@@ -177,11 +177,8 @@ class RoundRunner:
             case Open():
                 self._open(instruction)
             case Average(keys, has_losses):
-                assert self.rounds.sum is not None
-                for key in keys:
-                    self.averaged(self.rounds.sum, key)
-                if has_losses:
-                    self.told_loss(self.rounds.sum)
+                if self.rounds.sum is not None:  # what followed from the same event may have ended the run
+                    self._send_averages(self.rounds.sum, keys, has_losses)
             case Relay():
                 self._start_relay(instruction)
             case Dismiss(worker, reason, detail):
@@ -239,6 +236,12 @@ class RoundRunner:
         del self.workers[worker]
         self._forget_sink(worker)
         return True
+
+    def _send_averages(self, total: StepSum, keys: Sequence[Key], has_losses: bool) -> None:
+        for key in keys:
+            self.averaged(total, key)
+        if has_losses:
+            self.told_loss(total)
 
     def _dismiss(self, worker: int, reason: Reason, detail: str) -> None:
         connection = self.workers.pop(worker, None)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from runtime.cores import num_cores
+
 Rows = dict[int, list[float]]
 """Seconds of each candidate, by size class; infinite where it was not measured."""
 
@@ -20,7 +22,7 @@ def host_kind() -> str:
     model = platform.processor() or platform.machine()
     with suppress(OSError), open("/proc/cpuinfo") as lines:
         model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
-    return f"{model} x {len(os.sched_getaffinity(0))}, torch {torch.__version__}"
+    return f"{model} x {num_cores()}, torch {torch.__version__}"
 
 
 def _path() -> Path:

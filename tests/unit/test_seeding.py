@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.seeding import RankNumbers
+from runtime.errors import InvalidCall
 
 CPU = torch.device("cpu")
 
@@ -34,6 +36,12 @@ def test_ranks_drop_different_parts_and_draw_the_same_afterwards():
 def test_ranks_drop_the_same_of_whole_values():
     for mine, others in zip(drop(dropout(0, of_parts=False)), drop(dropout(1, of_parts=False)), strict=True):
         assert torch.equal(mine, others)
+
+
+def test_a_forward_whose_parts_cannot_be_told_is_refused():
+    """It would drop others when it is computed again."""
+    with pytest.raises(InvalidCall, match="use_reentrant=False"):
+        checkpoint(dropout(1), torch.ones(1000, requires_grad=True), use_reentrant=True)
 
 
 def test_a_forward_that_is_computed_again_drops_the_same():
