@@ -230,9 +230,9 @@ class Measured:
     @classmethod
     def load(cls, path: str | Path) -> Measured:
         """A file that `to_json` made, or the folder of a run: then its last step, in the first replica's pipeline."""
+        if Path(path).is_dir():
+            return cls.last_of_run(path)[1]
         try:
-            if Path(path).is_dir():
-                return cls.last_of_run(path)[1]
             return cls.from_json(json.loads(Path(path).read_text()))
         except (OSError, ValueError, KeyError, TypeError, InvalidCall) as error:
             raise InvalidCall(f"{path} holds no measured step: {error}") from error

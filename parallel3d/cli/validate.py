@@ -59,12 +59,14 @@ def summary(config: RunConfig) -> str:
     order = mesh.order if isinstance(mesh.order, str) else "as in the table"
     samples = config.batch_size // mesh.dp // microbatches
     layers = f", {config.model.args.layers} layers" if isinstance(config.model, GptModel | LlamaModel) else ""
+    schedule = config.pipeline.schedule
+    stages = "a file that is not read here" if schedule.startswith("csv:") else _count(config.num_stages, "stage")
     parts = (_count(mesh.dp, "replica"), _count(microbatches, "microbatch"), _count(samples, "sample"))
     return "\n".join(
         (
             f"ranks     {config.world_size} = dp {mesh.dp} x tp {mesh.tp} x pp {mesh.pp}, order {order}",
             f"model     {config.model.factory}{layers}",
-            f"schedule  {config.pipeline.schedule}, {_count(config.num_stages, 'stage')}",
+            f"schedule  {schedule}, {stages}",
             f"batch     {_count(config.batch_size, 'sample')} a step = {' x '.join(parts)}",
         )
     )
