@@ -13,6 +13,15 @@ from runtime.errors import InvalidCall
 from runtime.loop import run
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_is_heard():
+    """Also where the tests were started in the background of a script, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+
 def test_the_result_comes_back_from_uvloop():
     async def main():
         assert isinstance(asyncio.get_running_loop(), uvloop.Loop)
