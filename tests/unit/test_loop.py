@@ -21,7 +21,6 @@ def ctrl_c_is_heard():
     signal.signal(signal.SIGINT, before)
 
 
-
 def test_the_result_comes_back_from_uvloop():
     async def main():
         assert isinstance(asyncio.get_running_loop(), uvloop.Loop)
