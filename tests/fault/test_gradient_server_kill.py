@@ -407,7 +407,7 @@ def test_whatever_happens(seed):
 def something_happens(run: Run, chance: random.Random) -> None:
     """Never to all that know the latest weights: a server waits for those."""
     server, name = run.servers[-1], chance.choice("abc")
-    victim, others = run.workers[name][-1], [each[-1] for key, each in run.workers.items() if key != name]
+    victim = run.workers[name][-1]
     match chance.choice(("kill", "kill late", "freeze", "server", "server and worker", "server while frozen")):
         case "kill":
             kill(victim)
@@ -433,8 +433,8 @@ def something_happens(run: Run, chance: random.Random) -> None:
             kill(server)
             run.start_server(workers=2).until_step(Stepped, server.last_step())
             victim.send(signal.SIGCONT)
-    for each in others:
-        each.until_step(Applied, 0)
+    for each in run.workers.values():  # one that has no weights yet must not be among the only ones left
+        each[-1].until_step(Applied, 0)
 
 
 def kill(process: Process) -> None:

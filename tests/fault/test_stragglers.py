@@ -96,12 +96,13 @@ async def test_a_rank_that_becomes_twice_as_slow_is_named_within_three_steps(tmp
 
 @contextmanager
 def half_a_core() -> Iterator[Path]:
-    """A control group whose processes have a core for half of the time."""
+    """A control group whose processes have a core for half of the time: of each 2 ms, or a stage that computes for some
+    milliseconds and then waits would hardly notice."""
     group = Path(f"/sys/fs/cgroup/cpu/parallel3d-test-{os.getpid()}")
     group.mkdir()
     try:
-        (group / "cpu.cfs_period_us").write_text("10000")
-        (group / "cpu.cfs_quota_us").write_text("5000")
+        (group / "cpu.cfs_period_us").write_text("2000")
+        (group / "cpu.cfs_quota_us").write_text("1000")
         yield group
     finally:
         for pid in (group / "cgroup.procs").read_text().split():
