@@ -56,9 +56,10 @@ def test_the_parts_add_up(folder, mesh):
         assert rank["steps"] == 10
         assert sum(rank["seconds"].values()) == pytest.approx(rank["total_seconds"], rel=0.02)
         assert rank["remainder_seconds"] == pytest.approx(0.0, abs=0.02 * rank["total_seconds"])
-        assert rank["total_seconds"] == pytest.approx(sum(metrics["step_seconds"][2:]), rel=0.05)
         assert rank["seconds"]["compute"] > 0
         assert rank["core_wait_seconds"] <= rank["seconds"]["other"]
+    # The steps that a run tells of are rank 0's; others may begin and end theirs at other moments.
+    assert metrics["ranks"][0]["total_seconds"] == pytest.approx(sum(metrics["step_seconds"][2:]), rel=1e-3)
     took = {part for part in PARTS if metrics["parts"][part] > 0}
     assert took & {"dp_comm", "tp_comm", "pp_comm", "bubble"} >= expected
     absent = {"tp_comm", "pp_comm", "bubble"} - expected
