@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -26,6 +27,7 @@ from runtime.threads import DaemonThreads
 RUNS = "runs"
 _MOST_WAITING = 20_000
 """Lines that a slow disk has not taken yet: then log lines are left out, of which ranks may write any number."""
+_GATHER_SECONDS = 0.2  # lines that come meanwhile are written together: a thread that wakes up takes a rank's time
 _LETTERS = "abcdefghijkmnpqrstuvwxyz"  # without those that look like digits
 _random = random.SystemRandom()  # a seed that the user's program has set must not give the same id twice
 
@@ -65,6 +67,10 @@ class RunFolder:
         self._thread = DaemonThreads("parallel3d-run-folder", limit=1)
         self._error: OSError | None = None
         self._events: int | None = None
+        self._lines: list[bytes] = []
+        """Of `events.jsonl`, that are not written yet."""
+        self._lock = threading.Lock()
+        self._is_ending = threading.Event()
         self.num_left_out = 0
         """Log lines."""
 
@@ -107,15 +113,19 @@ class RunFolder:
     # While it runs.
 
     def event(self, kind: str, /, **fields: object) -> None:
-        """Append a line to `events.jsonl`; never waits. From any thread."""
+        """Append a line to `events.jsonl`, in a moment; never waits. From any thread."""
         line = _as_line({"time": round(time.time(), 6), "kind": kind} | fields | {"kind": kind})
-        self._thread.submit(self._append, line.encode())
+        with self._lock:
+            is_first = not self._lines
+            self._lines.append(line.encode())
+        if is_first:
+            self._thread.submit(self._append)
 
     def note(self, kind: str, payload: Any) -> None:
         """What an observer has found, from any thread: `parts` of a step, log lines, and which ranks are slow and what
         else costs time, as it comes and goes."""
         match kind:
-            case "log" if self._thread.num_unfinished >= _MOST_WAITING:
+            case "log" if len(self._lines) >= _MOST_WAITING:
                 self.num_left_out += 1
             case "parts" | "log":
                 self.event(kind, **payload)
@@ -127,10 +137,13 @@ class RunFolder:
                     what = {name: value for name, value in each.items() if name != "state"}
                     self.event("bottleneck", state=each["state"], bottleneck=what)
 
-    def _append(self, line: bytes) -> None:
+    def _append(self) -> None:
+        self._is_ending.wait(_GATHER_SECONDS)
+        with self._lock:
+            lines, self._lines = self._lines, []
         try:
             if self._events is not None:
-                os.write(self._events, line)
+                os.write(self._events, b"".join(lines))
         except OSError as error:  # the disk is full: ranks shall not end for that, but who waits for the end is told
             self._error = self._error or error
 
@@ -138,6 +151,7 @@ class RunFolder:
 
     async def complete(self, record: RunRecord, spans: Mapping[int, list[Span]] | None = None) -> None:
         """Write what a run leaves. `spans`: of each rank; None: what ranks have left in this folder."""
+        self._is_ending.set()
         ending = self._thread.submit(self._complete, record, spans)
         self._thread.stop()
         await asyncio.shield(asyncio.wrap_future(ending))

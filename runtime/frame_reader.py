@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -104,6 +104,7 @@ class FrameReader:
         "_offset",
         "_side",
         "_stage",
+        "_target",
         "_version",
         "_versions",
     )
@@ -120,10 +121,12 @@ class FrameReader:
         self._left = 0  # bytes of the vector that are still to come
         self._offset = self._item_bytes = 0
         self._hash: xxhash.xxh3_64 | None = None
+        self._target: memoryview | None = None
+        """Where the rest of the vector is written to, instead of being handed on."""
         self._head: Any = None
         self._layout: Layout
         # Plain functions: bound methods in the reader would be circles of references, in each of 1,000 readers.
-        self._stage: Callable[[FrameReader], Items]
+        self._stage: Callable[[FrameReader], Iterable[Item]]
         self._next_frame()
 
     def joined(self, version: int) -> None:
@@ -140,16 +143,37 @@ class FrameReader:
         """Whether a part of a frame has come, and its end has not."""
         return self._stage is not FrameReader._on_length or bool(self._held)
 
+    def receive_into(self, target: memoryview) -> None:
+        """All bytes of the vector that has just begun are to be written there; no pieces of it are handed out."""
+        assert len(target) == self._left
+        self._target = target
+
+    @property
+    def room(self) -> memoryview | None:
+        """Where the next bytes may be written to: then say so by `wrote`, instead of feeding them."""
+        return self._target if self._left else None
+
+    @property
+    def num_missing(self) -> int:
+        """Bytes that are needed before anything can be made of them."""
+        return self._need - len(self._held)
+
     def feed(self, data: Bytes) -> Iterator[Item]:
         """What these bytes complete. To be exhausted before the data's memory is used again."""
+        return self._keeping_errors(self._items(memoryview(data)))
+
+    def wrote(self, num_bytes: int) -> Iterator[Item]:
+        """What is complete with so many bytes that were written to `room`."""
+        return self._keeping_errors(self._written(num_bytes))
+
+    def _keeping_errors(self, items: Iterator[Item]) -> Iterator[Item]:
         if self._error is not None:
             raise WireError(*self._error)
-        view = memoryview(data)
         try:
-            yield from self._items(view)
+            yield from items
         except WireError as error:
             self._error = (error.reason, error.detail)  # not itself: its traceback holds on to the data
-            self._held, self._head = bytearray(), None
+            self._held, self._head, self._target = bytearray(), None, None
             raise
 
     def _items(self, data: memoryview) -> Iterator[Item]:
@@ -157,13 +181,29 @@ class FrameReader:
         while at < end:
             if self._left:
                 begin, at = at, min(end, at + self._left)
-                self._left -= at - begin
-                yield from self._pieces(data[begin:at])
+                if self._target is None:
+                    self._left -= at - begin
+                    yield from self._pieces(data[begin:at])
+                else:
+                    self._target[: at - begin] = data[begin:at]
+                    self._count_written(at - begin)
             else:
                 begin, at = at, min(end, at + self._need - len(held))
                 held += data[begin:at]
             while not self._left and len(held) >= self._need:
                 yield from self._stage(self)
+
+    def _written(self, num_bytes: int) -> Iterator[Item]:
+        self._count_written(num_bytes)
+        while not self._left and len(self._held) >= self._need:
+            yield from self._stage(self)
+
+    def _count_written(self, num_bytes: int) -> None:
+        assert self._target is not None
+        if self._hash is not None:
+            self._hash.update(self._target[:num_bytes])
+        self._target = self._target[num_bytes:]
+        self._left -= num_bytes
 
     def _pieces(self, data: memoryview) -> Items:
         """Whole elements of the vector's next bytes; a split one is held until its rest comes."""
@@ -192,7 +232,7 @@ class FrameReader:
 
     def _next_frame(self) -> None:
         self._held.clear()
-        self._head = self._hash = None
+        self._head = self._hash = self._target = None
         self._need, self._stage = LENGTH_BYTES, FrameReader._on_length
 
     def _on_length(self) -> Items:
@@ -279,14 +319,20 @@ class FrameReader:
         self._next_frame()
         return (VectorEnds(message),)
 
-    def _on_packed(self) -> Items:
+    def _on_packed(self) -> Iterator[Item]:
         head: Chunk = self._head
         data = unpack(bytes(self._held), head.count)
         size = item_bytes(head.count, len(data))
         _check_checksum(head, checksum(data))
         self._next_frame()
-        pieces = (VectorPiece(0, memoryview(data)),) if data else ()
-        return (VectorBegins(head, head.count, len(data), size), *pieces, VectorEnds(head))
+        self._left = len(data)
+        yield VectorBegins(head, head.count, len(data), size)
+        target, self._target, self._left = self._target, None, 0
+        if target is not None:
+            target[:] = data
+        elif data:
+            yield VectorPiece(0, memoryview(data))
+        yield VectorEnds(head)
 
 
 def _check_checksum(head: Chunk, found: int) -> None:

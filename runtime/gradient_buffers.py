@@ -59,6 +59,10 @@ class Buffers:
         """The shape that every gradient of this key must have, once a step was completed."""
         return self._settled.get(key)
 
+    def num_settled(self, kind: str) -> int:
+        """Keys of this kind that every step must have, once one was completed."""
+        return sum(each == kind for each, _ in self._settled)
+
     def settle(self, keys: Iterable[Key]) -> None:
         """A step was completed with these."""
         self._settled |= {key: self._memories[key].shape for key in keys}

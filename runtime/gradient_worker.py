@@ -15,7 +15,7 @@ from typing import Protocol, Self
 
 from runtime.backoff import MOST_SECONDS, Backoff
 from runtime.errors import InvalidCall, Mismatch, PeerLost
-from runtime.frame_reader import Item
+from runtime.frame_reader import Item, VectorBegins, VectorEnds, VectorPiece
 from runtime.link import LinkLost, connect, split_address
 from runtime.logs import logger
 from runtime.membership import Application
@@ -295,7 +295,9 @@ class GradientClient:
             raise
         return session
 
-    def _hear(self, item: Item) -> None:
+    def _hear(self, item: Item) -> memoryview | None:
+        if isinstance(item, VectorBegins | VectorPiece | VectorEnds):
+            return self._turn.hear(item)  # of an average: news only when all of it is there
         try:
             self._turn.hear(item)
         except (ServerRefused, Mismatch) as error:
@@ -304,6 +306,7 @@ class GradientClient:
             self._was_of_use = True
         self._send_as_told()
         self._changed.set()
+        return None
 
     def _fail(self, error: Exception) -> None:
         """Nothing more will come."""

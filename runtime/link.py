@@ -19,6 +19,8 @@ BUDGET_BYTES = 1 << 20
 """Of what waits to be sent; `drain` holds the writer back while there is more."""
 RECEIVE_BYTES = 1 << 20
 """Stays in the processor's cache, and is a good part of what one connection can bring at once."""
+_HEAD_BYTES = 4096
+"""Of a worker's link: hardly more than a vector's head, so that the vector itself is received where it belongs."""
 CLOSE_SECONDS = 5.0
 """For a peer to take the last words, and to hang up itself."""
 HANDSHAKE_SECONDS = 10.0
@@ -42,6 +44,8 @@ class ReceiveBuffer:
 
 
 OnLink: TypeAlias = Callable[["Link"], None]
+OnItem: TypeAlias = Callable[[Item], memoryview | None]
+"""May give, for a vector that begins, memory which all of its bytes are to be received into; no pieces come then."""
 
 
 class Link(asyncio.BufferedProtocol):
@@ -53,8 +57,10 @@ class Link(asyncio.BufferedProtocol):
         buffer: ReceiveBuffer,
         on_link: OnLink | None = None,
         budget: int = BUDGET_BYTES,
+        most_ahead: int = RECEIVE_BYTES,
     ) -> None:
-        self.on_item: Callable[[Item], None] = _ignore
+        """most_ahead: bytes that may be received at once before it is known what they are."""
+        self.on_item: OnItem = _ignore
         """Called with each item; what a piece refers to is gone when it returns. A WireError that it raises counts as
         one of the reader's; any other exception is a bug: the link is aborted."""
         self.on_lost: Callable[[Exception | None], None] = _ignore
@@ -63,6 +69,9 @@ class Link(asyncio.BufferedProtocol):
         self.bytes_in = 0
         self.last_heard = time.monotonic()
         self._reader, self._buffer, self._on_link, self._budget = reader, buffer, on_link, budget
+        self._most_ahead = most_ahead
+        self._is_in_place = False
+        """Whether bytes are received where they belong, and not in the buffer."""
         self._transport: asyncio.Transport | None = None
         self._written = 0
         self._unsent = 0  # what waited when it was lost
@@ -164,16 +173,23 @@ class Link(asyncio.BufferedProtocol):
             self._on_link(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._buffer.view
+        room = None if self._is_closing else self._reader.room
+        self._is_in_place = room is not None
+        if room is not None:
+            return room
+        return self._buffer.view[: max(self._most_ahead, self._reader.num_missing)]
 
     def buffer_updated(self, nbytes: int) -> None:
         self.bytes_in += nbytes
         self.last_heard = time.monotonic()
         if self._is_closing:
             return
+        reader = self._reader
         try:
-            for item in self._reader.feed(self._buffer.view[:nbytes]):
-                self.on_item(item)
+            for item in reader.wrote(nbytes) if self._is_in_place else reader.feed(self._buffer.view[:nbytes]):
+                target = self.on_item(item)
+                if target is not None:
+                    reader.receive_into(target)
                 if self._is_closing:
                     return
         except WireError as error:
@@ -232,7 +248,7 @@ async def connect(
     try:
         async with asyncio.timeout(timeout):
             _, link = await asyncio.get_running_loop().create_connection(
-                lambda: Link(FrameReader(Side.WORKER), shared, on_link, budget), host, port, ssl=tls
+                lambda: Link(FrameReader(Side.WORKER), shared, on_link, budget, _HEAD_BYTES), host, port, ssl=tls
             )
     except TimeoutError:
         raise LinkLost(f"{address} did not answer within {timeout:g} s.") from None

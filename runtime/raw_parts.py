@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy
 
-from runtime.frame_reader import VectorBegins, VectorPiece
+from runtime.frame_reader import VectorBegins
 from runtime.wire import MAX_CHUNK, Chunk, Dtype, Part, Reason, Table, WireError
 
 
@@ -72,15 +72,14 @@ class Incoming:
         self.table, self.homes = table, homes
         self._filled = [0] * len(homes)
         """Elements of each part that are there."""
-        self._target = memoryview(b"")
 
     def fits(self, chunk: Chunk) -> bool:
         """Whether the chunk belongs to this."""
         table = self.table
         return (chunk.kind, chunk.step, chunk.attempt) == (table.kind, table.step, table.attempt)
 
-    def begin(self, begins: VectorBegins) -> None:
-        """A chunk's pieces are next."""
+    def begin(self, begins: VectorBegins) -> memoryview:
+        """Where the bytes of a chunk, which are next, belong."""
         chunk = begins.head
         assert isinstance(chunk, Chunk)
         if chunk.part >= len(self.homes):
@@ -93,11 +92,7 @@ class Incoming:
                 f"{begins.num_bytes} bytes for elements {chunk.offset} to {end} of part {chunk.part}, of which "
                 f"{filled} of {home.row.count} are there.",
             )
-        self._target = home.data[chunk.offset * size : end * size]
-
-    def put(self, piece: VectorPiece) -> None:
-        """Copy it to where it belongs."""
-        self._target[piece.offset_bytes : piece.offset_bytes + len(piece.data)] = piece.data
+        return home.data[chunk.offset * size : end * size]
 
     def end(self, chunk: Chunk) -> None:
         """The chunk was whole, and its checksum right."""

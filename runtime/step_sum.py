@@ -96,6 +96,8 @@ class StepSum:
         self._keys: dict[Key, _KeySum] = {}
         self._complete: set[Key] = set()
         self._reports: dict[int, tuple[float, int, int]] = {}
+        self._num_bytes: dict[int, int] = {}
+        """Of each worker that has begun to send."""
 
     # What comes in.
 
@@ -110,15 +112,19 @@ class StepSum:
             raise GradientRefused(
                 Reason.UNEXPECTED, f"{plan.kind} in a step that others send as {self.plan.kind}.", worker
             )
-        if plan != self.plan:
-            reason = Reason.WRONG_BLOCK if plan.kind == "blocks" else Reason.WRONG_SIZES
-            raise GradientRefused(
-                reason, f"{plan.number} {plan.kind} where other workers have {self.plan.number}.", worker
-            )
+        self._check_number(worker, plan, self.plan.number, "other workers have")
         self._planners.add(worker)
 
+    def _check_number(self, worker: int, plan: Plan, expected: int, whose: str) -> None:
+        if plan.number != expected:
+            reason = Reason.WRONG_BLOCK if plan.kind == "blocks" else Reason.WRONG_SIZES
+            raise GradientRefused(reason, f"{plan.number} {plan.kind} where {whose} {expected}.", worker)
+
     def _check_first(self, worker: int, plan: Plan) -> None:
-        """That it fits what others have sent without saying how much would follow."""
+        """That it fits earlier steps, and what others have sent without saying how much would follow."""
+        earlier = self._buffers.num_settled(_KINDS[plan.kind][0])
+        if earlier:
+            self._check_number(worker, plan, earlier, "earlier steps had")
         if any(not plan.has(key) for key in self._keys):
             raise GradientRefused(Reason.UNEXPECTED, f"{plan.kind} in a step that others send as blocks.", worker)
         others = self._reports.keys() - {worker}
@@ -178,6 +184,7 @@ class StepSum:
                 raise GradientRefused(Reason.NOT_FINITE, f"{_name(key)} from element {offset} on.", worker)
             self._sum(key_sum, worker, offset, values)
         key_sum.positions[worker] = end
+        self._num_bytes[worker] = self._num_bytes.get(worker, 0) + values.nbytes
         self._average(key_sum)
 
     def _sum(self, key_sum: _KeySum, worker: int, offset: int, values: Array) -> None:
@@ -255,6 +262,7 @@ class StepSum:
         assert not self.has_from(worker)
         self._weights.pop(worker, None)
         self._reports.pop(worker, None)
+        self._num_bytes.pop(worker, None)
         self._planners.discard(worker)
         self.plan = self.plan if self._planners else None
         before = set(self._complete)
@@ -274,6 +282,14 @@ class StepSum:
         return self._weights.get(worker, 0) > 0 and any(
             each.positions.get(worker, 0) > 0 for each in self._keys.values()
         )
+
+    def bytes_of(self, worker: int) -> int:
+        """Of its gradient, so far."""
+        return self._num_bytes.get(worker, 0)
+
+    def lead_of(self, worker: int) -> int:
+        """How many bytes it is ahead of the last of those that have begun to send."""
+        return self.bytes_of(worker) - min(self._num_bytes.values(), default=0)
 
     def has_all_of(self, worker: int) -> bool:
         """Whether it has sent all that it has to."""

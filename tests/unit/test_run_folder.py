@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import os
@@ -60,7 +61,7 @@ async def test_a_disk_that_does_not_come_along_costs_log_lines_only(here, monkey
     monkeypatch.setattr("parallel3d.run_folder._MOST_WAITING", 10)
     folder, go_on = RunFolder.create(config_of(), "id"), threading.Event()
     append = folder._append
-    monkeypatch.setattr(folder, "_append", lambda line: go_on.wait(SECONDS) and append(line))
+    monkeypatch.setattr(folder, "_append", lambda: go_on.wait(SECONDS) and append())
     for number in range(50):
         folder.note("log", {"event": "a line", "number": number})
     folder.note("parts", {"step": 0, "seconds": 0.5, "parts": {}, "stragglers": []})
@@ -69,6 +70,30 @@ async def test_a_disk_that_does_not_come_along_costs_log_lines_only(here, monkey
     lines = [json.loads(line) for line in (folder.path / "events.jsonl").read_text().splitlines()]
     assert [line["kind"] for line in lines] == ["log"] * 10 + ["parts"]
     assert folder.num_left_out == 40
+
+
+async def test_lines_of_several_threads_are_written_once_each(here, monkeypatch):
+    monkeypatch.setattr("parallel3d.run_folder._GATHER_SECONDS", 0.0)
+    folder = RunFolder.create(config_of(), "id")
+
+    def write(thread):
+        for number in range(500):
+            folder.event("line", thread=thread, number=number)
+
+    await asyncio.gather(*(asyncio.to_thread(write, thread) for thread in range(4)))
+    await folder.complete(RunRecord(config_of()))
+    lines = [json.loads(line) for line in (folder.path / "events.jsonl").read_text().splitlines()]
+    for thread in range(4):
+        assert [line["number"] for line in lines if line["thread"] == thread] == list(range(500))
+
+
+async def test_lines_are_written_while_the_run_goes_on(here):
+    folder = RunFolder.create(config_of(), "id")
+    folder.event("started")
+    async with asyncio.timeout(SECONDS):
+        while not (folder.path / "events.jsonl").read_text():  # noqa: ASYNC110 - a file tells nobody
+            await asyncio.sleep(0.01)
+    await folder.complete(RunRecord(config_of()))
 
 
 async def test_what_an_observer_sees_is_written(here):

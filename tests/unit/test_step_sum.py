@@ -261,6 +261,18 @@ def test_another_length_than_in_earlier_steps_even_from_the_first():
     assert error.detail == "block 0: 3 elements where earlier steps had 2."
 
 
+def test_another_number_of_parts_than_in_earlier_steps_even_from_the_first():
+    """Whoever is wrong is refused, and not who comes after it."""
+    buffers = Buffers()
+    total = two_workers(buffers=buffers)
+    for number in range(2):
+        send(total, 0, floats(1, 2), part(number))
+    buffers.settle([part(0), part(1)])
+    error = refusal(two_workers(buffers=buffers).settle, 1, Plan("parts", 0))
+    assert (error.reason, error.detail) == (Reason.WRONG_SIZES, "0 parts where earlier steps had 2.")
+    two_workers(buffers=buffers).settle(1, Plan("parts", 2))
+
+
 def test_a_length_of_a_step_that_was_dropped_binds_nobody():
     buffers = Buffers()
     send(two_workers(buffers=buffers), 0, floats(1, 2))
