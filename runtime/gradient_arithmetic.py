@@ -14,18 +14,25 @@ _AT_ONCE = 32_768  # elements: as float64 they are 256 KiB, which a core's own c
 _EXPONENT = 0x7F80  # of a bfloat16: all ones in infinities and NaNs
 
 
-def is_finite(values: Array, dtype: Dtype) -> bool:
-    """Whether none of them is NaN or infinite."""
-    if dtype is Dtype.BFLOAT16:
-        return not bool(((values & _EXPONENT) == _EXPONENT).any())
-    return bool(numpy.isfinite(values).all())
-
-
 class Arithmetic:
-    """What sums need besides their own memory: one small buffer."""
+    """What sums need besides their own memory: small buffers. New ones for every piece would take longer than the
+    work itself, for the system clears their pages."""
 
     def __init__(self) -> None:
         self._scratch = numpy.empty(_AT_ONCE)
+        self._flags = numpy.empty(_AT_ONCE, numpy.bool_)
+
+    def is_finite(self, values: Array, dtype: Dtype) -> bool:
+        """Whether none of them is NaN or infinite."""
+        for part in _parts(len(values)):
+            flags = self._flags[: len(values[part])]
+            if dtype is Dtype.BFLOAT16:
+                numpy.not_equal(values[part] & _EXPONENT, _EXPONENT, out=flags)
+            else:
+                numpy.isfinite(values[part], out=flags)
+            if numpy.count_nonzero(flags) < len(flags):
+                return False
+        return True
 
     def assign(self, sums: Array, values: Array, weight: int, dtype: Dtype) -> None:
         """sums = values x weight, whatever was there."""

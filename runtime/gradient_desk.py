@@ -23,9 +23,6 @@ class Desk(Protocol):
     def begun(self) -> None:
         """A gradient has begun to come."""
 
-    def added(self, total: StepSum, worker: int) -> None:
-        """More of a worker's gradient is in the sum."""
-
     def averaged(self, total: StepSum, key: Key) -> None:
         """All workers have sent this one."""
 

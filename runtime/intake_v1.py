@@ -38,7 +38,6 @@ class IntakeV1:
                 if self._sum is not None and self._key is not None and self._sum is self._desk.sum:
                     values = numpy.frombuffer(item.data, "<f4")
                     self._sum.add(self._worker, self._key, item.offset_bytes // _ITEM_BYTES, values)
-                    self._desk.added(self._sum, self._worker)
             case VectorBegins():
                 self._begin(item.head, item.count)
             case VectorEnds():

@@ -108,8 +108,6 @@ class IntakeV2:
             total.add(self._worker, part(self._chunk.part), offset, numpy.frombuffer(piece.data, self._dtype))
         except GradientRefused as refusal:
             self._refusal = refusal  # unless the checksum says that it is not the worker's fault
-        else:
-            self._desk.added(total, self._worker)
 
     def _end(self) -> None:
         total, refusal, self._sum, self._refusal = self._sum, self._refusal, None, None

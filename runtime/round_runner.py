@@ -33,7 +33,6 @@ from runtime.gradient_rounds import Phase, Rounds
 from runtime.gradient_settings import GradientServerSettings
 from runtime.intake_v2 import IntakeV2
 from runtime.logs import logger
-from runtime.pace import Pace
 from runtime.sample_shares import Share
 from runtime.state_relay import StateRelay
 from runtime.step_sum import GradientRefused, StepSum
@@ -72,7 +71,6 @@ class RoundRunner:
         self.rounds = Rounds(settings)
         self.workers: dict[int, Connection] = {}
         """Those that are there."""
-        self._pace = Pace(self.workers)
         self.relay: StateRelay | None = None
         self.relay_source: Connection | None = None
         self.last_loss: float | None = None
@@ -143,9 +141,6 @@ class RoundRunner:
         if self._began is None:
             self._began = time.monotonic()
 
-    def added(self, total: StepSum, worker: int) -> None:
-        self._pace.moved(total, worker)
-
     def averaged(self, total: StepSum, key: Key) -> None:
         assert self._frames is not None
         for connection in self._participants(total):
@@ -197,7 +192,6 @@ class RoundRunner:
     def _open(self, opened: Open) -> None:
         total = opened.sum
         self._end_relay()
-        self._pace.end()
         self._began = None
         self._frames = AverageFrames(total, self.codec, self._settings.chunk_bytes)
         if opened.why:
@@ -216,7 +210,6 @@ class RoundRunner:
 
     def _start_relay(self, relay: Relay) -> None:
         self._end_relay()
-        self._pace.end()
         source = self.workers.get(relay.source)
         if source is None:
             return  # that it is lost is the next event
@@ -270,6 +263,5 @@ class RoundRunner:
     def close(self) -> None:
         """No timer shall keep it alive."""
         self._end_relay()
-        self._pace.end()
         if self._timer is not None:
             self._timer.cancel()

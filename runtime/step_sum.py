@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from runtime.gradient_arithmetic import Arithmetic, Array, is_finite
+from runtime.gradient_arithmetic import Arithmetic, Array
 from runtime.gradient_buffers import Buffers, Key, Memory, OverLimit, Shape
 from runtime.sample_shares import Share
 from runtime.wire import MAX_PARTS, Component, Dtype, Reason, WireError
@@ -96,8 +96,6 @@ class StepSum:
         self._keys: dict[Key, _KeySum] = {}
         self._complete: set[Key] = set()
         self._reports: dict[int, tuple[float, int, int]] = {}
-        self._num_bytes: dict[int, int] = {}
-        """Of each worker that has begun to send."""
 
     # What comes in.
 
@@ -180,11 +178,10 @@ class StepSum:
                 Reason.WRONG_LENGTH, f"{_name(key)}: elements {offset} to {end} after {at} of {most}.", worker
             )
         if self._weights[worker]:
-            if not is_finite(values, shape.dtype):
+            if not self._arithmetic.is_finite(values, shape.dtype):
                 raise GradientRefused(Reason.NOT_FINITE, f"{_name(key)} from element {offset} on.", worker)
             self._sum(key_sum, worker, offset, values)
         key_sum.positions[worker] = end
-        self._num_bytes[worker] = self._num_bytes.get(worker, 0) + values.nbytes
         self._average(key_sum)
 
     def _sum(self, key_sum: _KeySum, worker: int, offset: int, values: Array) -> None:
@@ -262,7 +259,6 @@ class StepSum:
         assert not self.has_from(worker)
         self._weights.pop(worker, None)
         self._reports.pop(worker, None)
-        self._num_bytes.pop(worker, None)
         self._planners.discard(worker)
         self.plan = self.plan if self._planners else None
         before = set(self._complete)
@@ -282,14 +278,6 @@ class StepSum:
         return self._weights.get(worker, 0) > 0 and any(
             each.positions.get(worker, 0) > 0 for each in self._keys.values()
         )
-
-    def bytes_of(self, worker: int) -> int:
-        """Of its gradient, so far."""
-        return self._num_bytes.get(worker, 0)
-
-    def lead_of(self, worker: int) -> int:
-        """How many bytes it is ahead of the last of those that have begun to send."""
-        return self.bytes_of(worker) - min(self._num_bytes.values(), default=0)
 
     def has_all_of(self, worker: int) -> bool:
         """Whether it has sent all that it has to."""
