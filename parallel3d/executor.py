@@ -129,10 +129,17 @@ class Executor:
         self._is_forward_only = self._num_forward == len(kinds)
         last = {action.stage: action for action in self._column if action.kind in (Kind.B, Kind.W)}
         self._last_backwards = frozenset(last.values())
+        self._gathered = {stage: self._all_but_last(stage) for stage in self.stages}
         last_sends = {each.stage: each for column in self.table.columns for each in column if each.kind is Kind.SEND_B}
         self._loss_sends = frozenset(last_sends.values())
         """What the loss goes along with, from the last stage to the first: when a stage sends its last gradients, the
         last stage has all losses, and the others have the gradients that they came with."""
+
+    def _all_but_last(self, stage: int) -> frozenset[int]:
+        """A stage's microbatches whose weight gradients may wait for later ones'. The last one finds nothing left to do
+        but its own part, for the step's end waits for it."""
+        order = [_microbatch(each) for each in self._column if each.stage == stage and each.kind in (Kind.B, Kind.W)]
+        return frozenset(order[:-2])
 
     def _received_from(self, column: Sequence[Action], rank: int) -> list[Action]:
         """The receives in which a column's sends to a rank end, in order."""
@@ -283,8 +290,8 @@ class Begun:
         self._push_all()
 
     def _begin(self) -> None:
-        for stage in self._stages.values():
-            stage.begin()
+        for index, stage in self._stages.items():
+            stage.begin(self._executor._gathered[index])
         if self._executor._gradients is not None:
             self._executor._gradients.begin()
         for rank, pipe in self._executor._pipes.items():

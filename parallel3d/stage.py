@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from parallel3d.weight_gradients import Job, collecting, split_weight_gradients
+from parallel3d.weight_gradients import Gatherer, Job, collecting, split_weight_gradients
 from runtime.errors import InvalidCall
 
 _SHORT = 0.25  # of a forward: a weight's part that may be done while a message is waited for
@@ -45,13 +46,19 @@ class Stage:
         self._forward_seconds = 0.0
         self._job_seconds: dict[int, float] = {}
         """What the n-th job of a microbatch took last time."""
+        self._gatherer = Gatherer()
+        self._gathered: Collection[int] = ()
+        """Microbatches whose weight gradients may wait for those of later ones."""
         self._overwrites = any(getattr(each, "inplace", False) for each in module.modules())
         """Whether a module in here may write over what it is given; autograd refuses that of a leaf."""
         if splits_backward:
             split_weight_gradients(module)
 
-    def begin(self) -> None:
-        """A new step."""
+    def begin(self, gathered: Collection[int] = ()) -> None:
+        """A new step. `gathered`: microbatches whose weight gradients may be added together with those of later ones,
+        where they are small."""
+        self._gathered = gathered
+        self._gatherer.forget()
         self._kept.clear()
         self.peak_activations = 0
 
@@ -94,7 +101,9 @@ class Stage:
 
     def backward(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """All of it. `gradients` are those of the outputs that need one."""
-        self._backward(self._kept[microbatch], gradients)
+        with self._gathering(microbatch):
+            self._backward(self._kept[microbatch], gradients)
+        self._end_gathering(microbatch)
 
     def input_backward(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """What the stage before waits for; the rest is left for `weight_backward`."""
@@ -105,8 +114,10 @@ class Stage:
     def weight_backward(self, microbatch: int) -> None:
         """What is left, and nothing is kept any more."""
         kept = self._kept[microbatch]
-        while kept.jobs:
-            self._do_one(kept)
+        with self._gathering(microbatch):
+            while kept.jobs:
+                self._do_one(kept)
+        self._end_gathering(microbatch)
         del self._kept[microbatch]
 
     def work_off_one(self, microbatch: int) -> bool:
@@ -115,8 +126,16 @@ class Stage:
         kept = self._kept[microbatch]
         if not kept.jobs or self._job_seconds.get(kept.num_done, math.inf) > _SHORT * self._forward_seconds:
             return False
-        self._do_one(kept)
+        with self._gathering(microbatch):
+            self._do_one(kept)
         return True
+
+    def _gathering(self, microbatch: int) -> AbstractContextManager[None]:
+        return self._gatherer.gathering(holds=microbatch in self._gathered)
+
+    def _end_gathering(self, microbatch: int) -> None:
+        if microbatch not in self._gathered:
+            self._gatherer.add_all()
 
     def has_worked_off(self, microbatch: int) -> bool:
         """Whether some of its weight part is done."""

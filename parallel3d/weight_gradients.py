@@ -28,6 +28,8 @@ from runtime.errors import InvalidCall
 
 Job = Callable[[], None]
 _FEW = 128  # rows whose sum may be a product: of many it would be less exact, and no faster
+_ENOUGH = 64  # rows of a product that takes most of its time to multiply
+_TURNS = 4
 _here: ContextVar[deque[Job] | None] = ContextVar("collected_weight_gradients", default=None)
 _EVERYWHERE = "parallel3d.weight_gradients"
 
@@ -183,10 +185,93 @@ class _Linear(torch.autograd.Function):
 
 def add_linear(weight: torch.Tensor, bias: torch.Tensor | None, gradients: torch.Tensor, inputs: torch.Tensor) -> None:
     """Add a linear's part, of the gradients of its outputs and its inputs, a row each."""
+    gatherer = _gatherer.get()
+    if gatherer is None:
+        _add_linear((weight, bias), gradients, inputs)
+    else:
+        gatherer.add((weight, bias), gradients, inputs)
+
+
+def _add_linear(own: _Own, gradients: torch.Tensor, inputs: torch.Tensor) -> None:
+    weight, bias = own
     if weight.requires_grad:
         add_product(weight, gradients, inputs)
     if bias is not None and bias.requires_grad:
         add_rows(bias, gradients)
+
+
+class Gatherer:
+    """Puts the rows of several small microbatches together. Of few rows, a product takes most of its time to read and
+    write the weight's gradient; for more of them it has to do so only once.
+
+    Inside of `gathering`, Linears' parts come here. They are held as long as that is wanted, until there are enough
+    rows. Linears take turns at that, so that backwards are about equally long: the first time some have enough sooner.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[_Own, _Rows] = {}
+        self._known: set[_Own] = set()
+        """That were here in this step."""
+        self._holds = False
+
+    @contextlib.contextmanager
+    def gathering(self, *, holds: bool) -> Iterator[None]:
+        """Around a backward, or some of its weight part."""
+        token, self._holds = _gatherer.set(self), holds
+        try:
+            yield
+        finally:
+            _gatherer.reset(token)
+
+    def add(self, own: _Own, gradients: torch.Tensor, inputs: torch.Tensor) -> None:
+        rows = self._held.get(own)
+        if rows is None:
+            can_wait = gradients.is_cpu and gradients.dtype is own[0].dtype and 2 * len(gradients) <= _ENOUGH
+            enough = self._enough(own)
+            if not (self._holds and can_wait) or len(gradients) >= enough:
+                _add_linear(own, gradients, inputs)
+                return
+            rows = self._held[own] = _Rows(enough)
+        rows.gradients.append(gradients)
+        rows.inputs.append(inputs)
+        rows.num_missing -= len(gradients)
+        if not self._holds or rows.num_missing <= 0:
+            self._add(own)
+
+    def _enough(self, own: _Own) -> int:
+        """Rows, for the next product."""
+        if own in self._known:
+            return _ENOUGH
+        turn = len(self._known) % _TURNS
+        self._known.add(own)
+        return _ENOUGH * (turn + 1) // _TURNS
+
+    def _add(self, own: _Own) -> None:
+        rows = self._held.pop(own)
+        _add_linear(own, torch.cat(rows.gradients), torch.cat(rows.inputs))
+
+    def add_all(self) -> None:
+        """What is held, too, of weights that later microbatches have not used."""
+        with torch.no_grad():
+            for own in list(self._held):
+                self._add(own)
+
+    def forget(self) -> None:
+        """The step before, and what is left of it if it failed."""
+        self._held.clear()
+        self._known.clear()
+
+
+class _Rows:
+    __slots__ = ("gradients", "inputs", "num_missing")
+
+    def __init__(self, enough: int) -> None:
+        self.gradients: list[torch.Tensor] = []
+        self.inputs: list[torch.Tensor] = []
+        self.num_missing = enough
+
+
+_gatherer: ContextVar[Gatherer | None] = ContextVar("gatherer_of_weight_gradients", default=None)
 
 
 def cast_values(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
