@@ -9,7 +9,7 @@ from runtime.gradient_settings import GradientServerSettings
 from runtime.round_runner import RoundRunner
 from runtime.step_sum import block
 from tests.gradient_clients import block_v1
-from tests.gradient_runs import joined_v1, on_uvloop, serving
+from tests.gradient_runs import assigned_v1, on_uvloop, serving
 
 
 def test_an_average_of_a_run_that_has_ended_is_sent_to_nobody():
@@ -26,9 +26,7 @@ def test_an_average_of_a_run_that_has_ended_is_sent_to_nobody():
 async def test_one_that_is_too_slow_completes_a_block_and_another_ends_the_run():
     """Without worker 0, who has sent nothing, the first block is complete; but worker 1 is late with its second."""
     async with serving(workers=3, samples=9, policy="go on", step_seconds=0.2) as run:
-        clients = await joined_v1(run, 3)
-        for client in clients:
-            await client.read()
+        clients = await assigned_v1(run, 3)
         for client in clients[1:]:
             client.send(block_v1(0, client.worker, 0, 2, [1.0]))
         for client in clients:
