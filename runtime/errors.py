@@ -48,6 +48,12 @@ def name_rank(rank: int | None, coords: Coords | None) -> str:
     return f"rank {rank}" if coords is None else f"rank {rank} ({coords})"
 
 
+def notes_of(error: BaseException) -> tuple[str, ...]:
+    """What was added to it on its way, such as the layer that it came from; anybody may put anything there."""
+    notes = getattr(error, "__notes__", ())
+    return tuple(note for note in notes if isinstance(note, str)) if isinstance(notes, list) else ()
+
+
 class Parallel3DError(Exception):
     """The root of everything raised on purpose."""
 
