@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallel3d.config import RunConfig
+from parallel3d.configured_table import configured_table
 from parallel3d.models.build import build_model
 from parallel3d.models.layered import LayeredModel
-from parallel3d.schedules.build import build
-from parallel3d.schedules.limits import is_csv
 from parallel3d.schedules.table import Table
 from parallel3d.sharding import Shards, plan_shards
 from parallel3d.simulation import ScheduleDeadlock, find_deadlock
@@ -49,9 +48,7 @@ def draw(config: RunConfig, layers_per_stage: Sequence[int] | None = None) -> Bl
 
 def table_of(config: RunConfig) -> Table:
     """The pipeline's, proved free of deadlock."""
-    pipeline = config.pipeline
-    virtual_stages = None if is_csv(pipeline.schedule) else pipeline.virtual_stages
-    table = build(pipeline.schedule, config.parallel.pp, pipeline.microbatches, virtual_stages)
+    table = configured_table(config)
     deadlock = find_deadlock(table) or find_deadlock(table.with_communication())
     if deadlock is not None:
         raise ScheduleDeadlock(deadlock)

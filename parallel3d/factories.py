@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import os
+import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from parallel3d.config.errors import nearest, problem_of_key
+from parallel3d.config.errors import enumerate_words, nearest, problem_of_key
 from parallel3d.config.factories import missing_module
 
 refusal = problem_of_key
+_KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_UNEXPECTED = re.compile(r"got an unexpected keyword argument '([^']+)'")
 # Some of torch's errors fill a screen.
 _LONGEST_TEXT = 500
 _OURS = (Path(__file__).resolve().parent,)
@@ -46,15 +50,42 @@ def load_factory(key: str, name: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def call_factory(key: str, name: str, **keywords: Any) -> Any:
-    """What the callable that the key names returns."""
+def call_factory(key: str, name: str, args_key: str = "", /, **keywords: Any) -> Any:
+    """What the callable that the key names returns. args_key: where the keywords are from, if the user gives them."""
     factory = load_factory(key, name)
     try:
         return factory(**keywords)
     except (Exception, SystemExit) as error:
+        if args_key and isinstance(error, TypeError):
+            _blame_keywords(args_key, name, factory, keywords, error)
         given = ", ".join(keywords) or "no arguments"
         message = f"it was called with {given}, and raised {told(error)}."
         raise problem_of_key(key, name, message, "Mend it, or name another.") from error
+
+
+def _blame_keywords(
+    key: str, name: str, factory: Callable[..., Any], keywords: Mapping[str, Any], error: TypeError
+) -> None:
+    """Raise where the factory, or what it hands its keywords on to, refuses one, or where one is missing."""
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # some of C have none
+        return
+    named = [each.name for each in signature.parameters.values() if each.kind in _KEYWORDS]
+    refused = _UNEXPECTED.search(str(error))
+    if refused is not None and (word := refused[1]) in keywords and word not in named:
+        close = nearest(word, [each for each in named if each not in keywords])
+        remedy = f"Did you mean {close}?" if close else "Remove it, or name another factory."
+        message = f"{name} was called with it, and raised {told(error)}."
+        raise problem_of_key(f"{key}.{word}", keywords[word], message, remedy) from error
+    missing = [
+        each for each in named if each not in keywords and signature.parameters[each].default is inspect.Parameter.empty
+    ]
+    if missing:
+        message = f"{name} needs {enumerate_words(missing, 'and')}."
+        raise problem_of_key(
+            key, dict(keywords), message, "Give them there." if missing[1:] else "Give it there."
+        ) from error
 
 
 @contextlib.contextmanager

@@ -296,7 +296,9 @@ def _parts(seconds: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _error(found: Json) -> Json:
-    return {key: found.get(key) for key in ("message", "rank", "coords", "step", "traceback")}
+    told = found.get("notes")
+    notes = [note for note in told if isinstance(note, str)] if isinstance(told, list) else []
+    return {**{key: found.get(key) for key in ("message", "rank", "coords", "step", "traceback")}, "notes": notes}
 
 
 def _number(value: Any) -> Any:

@@ -61,6 +61,8 @@ class RunError:
     step: int | None = None
     """Steps that were whole by then."""
     traceback: str = ""
+    notes: tuple[str, ...] = ()
+    """What was added to the exception on its way, such as the layer that it came from."""
 
     @property
     def name(self) -> str:
@@ -74,6 +76,7 @@ class RunError:
             "coords": coords,
             "step": self.step,
             "traceback": self.traceback,
+            "notes": list(self.notes),
         }
 
 

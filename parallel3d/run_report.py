@@ -49,8 +49,9 @@ def _error(report: Report) -> str:
     error = report.run["error"]
     if error is None:
         return ""
+    told = "".join(f"<p>{safe(text)}</p>" for text in (str(error["message"]), *error["notes"]))
     trace = f"<pre>{safe(str(error['traceback']))}</pre>" if error["traceback"] else ""
-    return f'<section class="error"><p>{safe(str(error["message"]))}</p>{trace}</section>'
+    return f'<section class="error">{told}{trace}</section>'
 
 
 def _facts(report: Report) -> str:

@@ -361,10 +361,10 @@ class Run:
             self.record.status = Status.STOPPED if stopped else Status.COMPLETED
         else:
             root = result.root
-            trace = root.report.traceback if root.report is not None else ""
+            trace, notes = (root.report.traceback, root.report.notes) if root.report is not None else ("", ())
             hung = root.report is not None and root.report.error_kind == "DeadlineExceeded"
             message = f"{root.name} failed: {root.how}"
-            error = RunError(message, root.rank, root.coords, len(self.record.steps), trace)
+            error = RunError(message, root.rank, root.coords, len(self.record.steps), trace, notes)
             self._fail(error, Status.HUNG if hung else Status.FAILED)
 
     def _fail(self, error: RunError, status: Status = Status.FAILED) -> None:

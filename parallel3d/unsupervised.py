@@ -24,7 +24,7 @@ from parallel3d.wishes import Wish
 from process_groups.group import Group
 from process_groups.topology import Topology
 from runtime.control import Message
-from runtime.errors import CommunicationError, DeadlineExceeded, culprit_of, name_rank
+from runtime.errors import CommunicationError, DeadlineExceeded, culprit_of, name_rank, notes_of
 
 
 class RankOwner:
@@ -123,7 +123,7 @@ class RankOwner:
         if isinstance(error, CommunicationError) and error.rank is not None:
             rank, coords = error.rank, error.coords
         message = f"{name_rank(rank, coords)} failed: {type(error).__name__}: {error}"
-        return RunError(message, rank, coords, len(self.record.steps))
+        return RunError(message, rank, coords, len(self.record.steps), notes=notes_of(error))
 
     async def _complete(self, folder: RunFolder) -> None:
         record = self.record

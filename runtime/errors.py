@@ -6,6 +6,7 @@ Parallel3DError
 │   └── RunFailed          a rank of a run failed; names it, says how, and where the run's files are
 ├── InvalidCall            a call that is wrong on this rank alone; nothing was sent
 │   ├── PeerRefused        a call that is right here, and wrong on another rank
+│   ├── OtherSize          a file's table has another size than was asked for; lives in parallel3d.schedules
 │   └── ScheduleDeadlock   a table whose ranks would wait for each other; lives in parallel3d.simulation
 ├── DataError              a sample could not be had, or does not fit the others or the model
 ├── BenchmarkError         a contestant of a benchmark failed, or computed something wrong
@@ -46,6 +47,12 @@ def name_rank(rank: int | None, coords: Coords | None) -> str:
     if rank is None:
         return "an unknown rank"
     return f"rank {rank}" if coords is None else f"rank {rank} ({coords})"
+
+
+def notes_of(error: BaseException) -> tuple[str, ...]:
+    """What was added to it on its way, such as the layer that it came from; anybody may put anything there."""
+    notes = getattr(error, "__notes__", ())
+    return tuple(note for note in notes if isinstance(note, str)) if isinstance(notes, list) else ()
 
 
 class Parallel3DError(Exception):

@@ -27,6 +27,8 @@ class Report:
     """Of what another rank did: that one tells more."""
     error_kind: str | None = None
     """Of the CommunicationError behind it, if a peer's doing was all that went wrong."""
+    notes: tuple[str, ...] = ()
+    """That were added to it, such as the layer that it came from; the traceback ends with them."""
 
     @staticmethod
     def from_message(message: Mapping[str, Any], rank: int) -> Report | None:
@@ -40,8 +42,10 @@ class Report:
         error = message.get("error")
         wire_kind = error.get("kind") if isinstance(error, dict) else None
         error_kind = wire_kind if isinstance(wire_kind, str) else None
-        is_anothers = message.get("culprit") not in (None, rank)
-        return Report(float(time), kind, text, traceback, is_anothers or error_kind in CONSEQUENCES, error_kind)
+        is_consequence = message.get("culprit") not in (None, rank) or error_kind in CONSEQUENCES
+        told = message.get("notes")
+        notes = tuple(note for note in told if isinstance(note, str)) if isinstance(told, list) else ()
+        return Report(float(time), kind, text, traceback, is_consequence, error_kind, notes)
 
     @property
     def summary(self) -> str:

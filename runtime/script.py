@@ -18,12 +18,13 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from runtime.control import MAX_MESSAGE_BYTES, RankControl
-from runtime.errors import CommunicationError, culprit_of
+from runtime.errors import CommunicationError, culprit_of, notes_of
 
 _OUR_FOLDER = str(Path(__file__).parent)
 _REPORT_SECONDS = 2.0
 _MAX_TRACEBACK = MAX_MESSAGE_BYTES // 4
 _MAX_MESSAGE = MAX_MESSAGE_BYTES // 32
+_MAX_NOTE, _MOST_NOTES = MAX_MESSAGE_BYTES // 128, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,7 @@ def _report(error: BaseException, control: RankControl | None) -> None:
         time=when,
         type=type(error).__qualname__,
         message=_shortened(_text_of(error), _MAX_MESSAGE),
+        notes=[_shortened(note, _MAX_NOTE) for note in notes_of(error)[:_MOST_NOTES]],
         traceback=_shortened("".join(traceback.format_exception(error)), _MAX_TRACEBACK),
         error=_wire(cause) if (cause := _communication_error(error)) is not None else None,
         culprit=culprit_of(error),

@@ -76,6 +76,14 @@ async def joined_v1(run, count=2):
     return [await ClientV1.join(run.address, f"old-{number}") for number in range(count)]
 
 
+async def assigned_v1(run, count=2):
+    """All have joined, and were told their samples."""
+    clients = await joined_v1(run, count)
+    for client in clients:
+        assert (await client.read())[:2] == ("assignment", 0)
+    return clients
+
+
 async def joined_v2(run, count=2, state=None, **options):
     """All have joined, and the first one's state."""
     clients = [await ClientV2.join(run.address, f"node-{number}", **options) for number in range(count)]

@@ -107,7 +107,9 @@ class StandIn:
         pass
 
     async def _raise(self) -> None:
-        raise ValueError("the model has an opinion: <b>no</b>")
+        error = ValueError("the model has an opinion: <b>no</b>")
+        error.add_note("Layer 3 of the model has it.")
+        raise error
 
     async def _kill(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

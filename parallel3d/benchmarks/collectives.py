@@ -11,7 +11,6 @@ the others wait in a read and hold no buffers.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from parallel3d.benchmarks.mpirun import Mpi, run_mpi
 from parallel3d.benchmarks.plan import Plan
 from parallel3d.benchmarks.sizes import human
 from parallel3d.benchmarks.wire import Command
+from runtime.cores import num_cores
 from runtime.errors import BenchmarkError
 
 OURS = "ours"
@@ -90,15 +90,15 @@ async def _measure_ranks(plan: Plan, num_ranks: int, mpi: Mpi | None, folder: Pa
 
 
 def _crews(num_ranks: int, mpi: Mpi | None, reception: Reception, folder: Path) -> list[Crew]:
-    socket, num_cores = str(reception.path), len(os.sched_getaffinity(0))
+    socket, cores = str(reception.path), num_cores()
     crews = [
         Crew(OURS, num_ranks, reception, partial(run_launched, "our_rank", num_ranks, OURS, socket)),
         Crew(GLOO, num_ranks, reception, partial(run_launched, "gloo_rank", num_ranks, GLOO, socket)),
     ]
     if mpi is not None:
         crews.append(Crew(MPI, num_ranks, reception, partial(run_mpi, mpi, num_ranks, folder, MPI, socket)))
-    limit = partial(run_launched, "memory_rank", num_cores, MEMORY_LIMIT, socket, str(num_ranks))
-    return [*crews, Crew(MEMORY_LIMIT, num_cores, reception, limit)]
+    limit = partial(run_launched, "memory_rank", cores, MEMORY_LIMIT, socket, str(num_ranks))
+    return [*crews, Crew(MEMORY_LIMIT, cores, reception, limit)]
 
 
 async def _ask(crew: Crew, command: Command, where: str) -> float:

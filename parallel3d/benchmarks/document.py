@@ -21,6 +21,7 @@ from parallel3d.benchmarks.figures import (
 )
 from parallel3d.benchmarks.mpirun import Mpi
 from parallel3d.benchmarks.plan import Plan
+from runtime.cores import num_cores
 
 
 def document(plan: Plan, facts: Mapping[str, Any], runs: Sequence[Run], notes: Sequence[str]) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def document(plan: Plan, facts: Mapping[str, Any], runs: Sequence[Run], notes: S
 def machine(mpi: Mpi | None) -> dict[str, Any]:
     """What figures depend on."""
     return {
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": num_cores(),
         "cpu": _cpu_model(),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "system": platform.platform(),

@@ -17,7 +17,7 @@ from parallel3d.config import RunConfig
 from parallel3d.gradient_worker import GradientWorker
 from parallel3d.joined_training import JoinedTraining
 from parallel3d.run_record import ModelFacts, RunError, RunRecord, RunStep, Status
-from runtime.errors import ConfigError, Parallel3DError
+from runtime.errors import ConfigError, Parallel3DError, notes_of
 
 EXIT_FAILED = 4
 GRACE_SECONDS = 3.0
@@ -50,7 +50,7 @@ class JoinedRun:
             if not isinstance(error, Parallel3DError):
                 traceback.print_exc()
             record.status = Status.FAILED
-            record.error = RunError(f"{type(error).__name__}: {error}", step=self._worker.step)
+            record.error = RunError(f"{type(error).__name__}: {error}", step=self._worker.step, notes=notes_of(error))
         finally:
             self._live.close()
         if self._signal is not None and record.status is not Status.FAILED:

@@ -51,6 +51,7 @@ def _overall(report: Report) -> Iterator[str]:
         yield "  " + _line(name, text)
     if run["error"] is not None:
         yield "  " + _line("error", str(run["error"]["message"]))
+        yield from ("  " + _line("", line) for note in run["error"]["notes"] for line in note.splitlines())
 
 
 def _efficiency(report: Report) -> Iterator[str]:

@@ -93,7 +93,7 @@ def summary(record: RunRecord, folder: str, metrics: Mapping[str, Any]) -> str:
     found = bottleneck_lines(metrics)
     lines += ["", *found] if found else []
     if record.error is not None and record.steps:  # what was said of it stands above the table, and far up
-        lines += ["", record.error.message]
+        lines += ["", record.error.message, *record.error.notes]
     return "\n".join(
         [*lines, "", f"files: {folder}/ (report.html, metrics.json, events.jsonl, trace.json.gz, config.yaml)"]
     )

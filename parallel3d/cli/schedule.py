@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 EXIT_ERROR, EXIT_USAGE = 1, 2
 WIDTH_OF_NO_TERMINAL = 100
 _MOST_CELLS = 1_000_000
+_OPTIONS = {"ranks": "--pp", "microbatches": "--microbatches", "stages": "--virtual-stages"}
 """Stages x microbatches. Nobody looks at more, and it would take all memory."""
 
 
@@ -124,13 +125,17 @@ def schedule(
 
 def table_of(schedule: str, pp: int | None, microbatches: int | None, virtual_stages: int | None) -> Table:
     """Build's, with errors that name options; refuses what is far too large to look at."""
-    from parallel3d.schedules.build import build
+    from parallel3d.schedules.build import OtherSize, build
     from parallel3d.schedules.limits import is_csv
 
     if not is_csv(schedule):
         pp, microbatches = _given(pp, microbatches)
         check_size(pp, virtual_stages, microbatches)
-    return build(schedule, pp, microbatches, virtual_stages)
+    try:
+        return build(schedule, pp, microbatches, virtual_stages)
+    except OtherSize as error:
+        option = _OPTIONS[error.size]
+        raise InvalidCall(f"{error.problem} Leave out {option}: the file says how many.") from error
 
 
 def check_size(pp: int, virtual_stages: int | None, microbatches: int) -> None:

@@ -5,26 +5,29 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from parallel3d.before_start import Locate, placing
 from parallel3d.cli.costs import BackwardOption, CostOptions, ForwardOption, TransferOption, WeightBackwardOption
 from parallel3d.cli.schedule import check_size
 from parallel3d.cli.validate import parse_settings
-from parallel3d.config import RunConfig, load_config
-from parallel3d.config.errors import ConfigProblems
+from parallel3d.config import RunConfig, load_config, locate
+from parallel3d.config.errors import ConfigProblems, Problem, problem_of_key, show
 from runtime.errors import InvalidCall
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from parallel3d.schedules.table import Table
     from parallel3d.simulation.deadlock import Deadlock
     from parallel3d.simulation.outcome import Simulation
 
 EXIT_USAGE, EXIT_BAD_CONFIG = 2, 3
+_SCHEDULE = "pipeline.schedule"
 
 
 def simulate(
@@ -46,18 +49,21 @@ def simulate(
     from parallel3d.simulation import find_deadlock
     from parallel3d.simulation import simulate as run
 
+    overrides = parse_settings(settings or [])
+    find = partial(locate, file, overrides)
     try:
-        config = load_config(file, overrides=parse_settings(settings or []))
+        config = load_config(file, overrides=overrides)
+        with placing(find):
+            table = _table(config, partial(_is_in, file, find))
     except ConfigProblems as error:
         if not as_json:
             raise
         print(json.dumps({"errors": [problem.to_json() for problem in error.problems]}, indent=2))
         raise typer.Exit(EXIT_BAD_CONFIG) from None
-    table = _table(file, config, as_json)
     # The plain table first: its drawing has only what the user wrote.
     deadlock = find_deadlock(table) or find_deadlock(table.with_communication())
     if deadlock is not None:
-        _refuse(file, config, str(deadlock), as_json, deadlock)
+        _refuse(find, config, deadlock, as_json)
     try:
         costs = CostOptions(forward, backward, weight_backward, transfer).of_stages(table.stages)
     except InvalidCall as error:
@@ -67,32 +73,38 @@ def simulate(
     print(_as_json(result) if as_json else _as_text(file, result))
 
 
-def _table(file: Path, config: RunConfig, as_json: bool) -> Table:
-    from parallel3d.schedules.build import build
+def _table(config: RunConfig, is_in_file: Callable[[str], bool]) -> Table:
+    from parallel3d.configured_table import configured_table
     from parallel3d.schedules.limits import is_csv
 
     pipeline, pp = config.pipeline, config.parallel.pp
-    virtual_stages = None if is_csv(pipeline.schedule) else pipeline.virtual_stages
+    sizes = {"pipeline.microbatches": pipeline.microbatches, "parallel.pp": pp}
     try:
-        check_size(pp, virtual_stages, pipeline.microbatches)
-        return build(pipeline.schedule, pp, pipeline.microbatches, virtual_stages)
+        check_size(pp, None if is_csv(pipeline.schedule) else pipeline.virtual_stages, pipeline.microbatches)
     except InvalidCall as error:
-        _refuse(file, config, str(error), as_json)
+        key = min(sizes, key=is_in_file)  # what was set just now, over a file that was right before
+        raise problem_of_key(key, sizes[key], str(error)) from error
+    try:
+        return configured_table(config)
+    except InvalidCall as error:
+        raise problem_of_key(_SCHEDULE, pipeline.schedule, str(error)) from error
 
 
-def _refuse(file: Path, config: RunConfig, message: str, as_json: bool, deadlock: Deadlock | None = None) -> NoReturn:
-    text = f"pipeline.schedule = {config.pipeline.schedule}: {message}"
+def _is_in(file: Path, find: Locate, key: str) -> bool:
+    """Whether the file has the value, or nobody."""
+    return find(key).source == str(file)
+
+
+def _refuse(find: Locate, config: RunConfig, deadlock: Deadlock, as_json: bool) -> NoReturn:
+    problem = Problem(find(_SCHEDULE), _SCHEDULE, show(config.pipeline.schedule), str(deadlock), "")
     if as_json:
-        error = {"file": str(file), "path": "pipeline.schedule", "found": config.pipeline.schedule, "message": message}
-        print(json.dumps({"errors": [{**error, "deadlock": _cycle(deadlock)}]}, indent=2))
+        print(json.dumps({"errors": [{**problem.to_json(), "deadlock": _cycle(deadlock)}]}, indent=2))
     else:
-        print(f"{file}  {text}", file=sys.stderr)
+        print(problem, file=sys.stderr)
     raise typer.Exit(EXIT_BAD_CONFIG)
 
 
-def _cycle(deadlock: Deadlock | None) -> list[dict[str, Any]] | None:
-    if deadlock is None:
-        return None
+def _cycle(deadlock: Deadlock) -> list[dict[str, Any]]:
     return [
         {"rank": at.rank, "action": str(at.action), "waits_for": str(needs.action), "of_rank": needs.rank}
         for at, needs in deadlock.cycle

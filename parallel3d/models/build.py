@@ -70,7 +70,7 @@ def _called(config: CustomModel, seed: int) -> nn.Module:
     gpus = list(range(torch.cuda.device_count())) if used else []
     with seeded(seed), torch.random.fork_rng(gpus):
         torch.manual_seed(seed)
-        model = call_factory("model.factory", config.factory, **config.args)
+        model = call_factory("model.factory", config.factory, "model.args", **config.args)
     if isinstance(model, nn.Module):
         return model
     message = f"it returned a value of type {type(model).__name__}, which is no nn.Module."

@@ -27,7 +27,7 @@ from parallel3d.schedules.zbv import zbv
 from parallel3d.schedules.zero_bubble import zero_bubble
 from runtime.errors import InvalidCall
 
-__all__ = ["SCHEDULES", "build"]
+__all__ = ["SCHEDULES", "OtherSize", "build"]
 
 _OF_FIXED_STAGES: dict[str, Callable[[int, int], tuple[Column, ...]]] = {
     "gpipe": gpipe,
@@ -41,6 +41,17 @@ _OF_VIRTUAL_STAGES: dict[str, Callable[[int, int, int], tuple[Column, ...]]] = {
     "round-robin": round_robin,
 }
 _WITH_ONE_STAGE = {"interleaved": "1f1b", "round-robin": "gpipe"}
+
+
+class OtherSize(InvalidCall):
+    """A file's table has another size than was asked for. `size`: `ranks`, `microbatches` or `stages`."""
+
+    def __init__(self, problem: str, size: str, wanted: int, found: int) -> None:
+        super().__init__(problem, size, wanted, found)
+        self.problem, self.size, self.wanted, self.found = problem, size, wanted, found
+
+    def __str__(self) -> str:
+        return f"{self.problem} Use {self.found}."
 
 
 def build(schedule: str, ranks: int | None, microbatches: int | None, virtual_stages: int | None = None) -> Table:
@@ -104,5 +115,6 @@ def _from_file(path: str, ranks: int | None, microbatches: int | None, virtual_s
         ("stages", table.stages, virtual_stages and virtual_stages * table.num_ranks),
     ):
         if wanted is not None and wanted != found:
-            raise InvalidCall(f"{path}: {wanted} {noun} were asked for, but the file has {found}. Use {found}.")
+            problem = f"{path}: {wanted} {noun} were asked for, but the file has {found}."
+            raise OtherSize(problem, noun, wanted, found)
     return table

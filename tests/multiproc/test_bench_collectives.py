@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime.cores import num_cores
 from tests.processes import ROOT, Started, Stream, children
 
 pytestmark = pytest.mark.slow
@@ -99,7 +100,7 @@ def test_json_has_everything_and_its_figures_agree(short_tmp):
     assert set(found) == {"machine", "dtype", "rounds", "quick", "notes", "runs"}
     machine = {"cores", "cpu", "memory_bytes", "system", "python", "torch", "parallel3d", "mpi"}
     assert set(found["machine"]) == machine
-    assert found["machine"]["cores"] == len(os.sched_getaffinity(0))
+    assert found["machine"]["cores"] == num_cores()
     assert (found["dtype"], found["rounds"], found["quick"]) == ("float32", 1, True)
     (two,) = found["runs"]
     assert set(two) == {"ranks", "all_reduce", "send", "geometric_means"}
@@ -149,7 +150,7 @@ def test_the_table_is_on_stdout_and_missing_mpi_is_told_once(short_tmp):
     assert code == 0, err
     assert err == NO_MPI
     lines = out.splitlines()
-    assert lines[0].startswith(f"{len(os.sched_getaffinity(0))} cores (")
+    assert lines[0].startswith(f"{num_cores()} cores (")
     assert lines[1:4] == [
         "",
         "all-reduce, 3 ranks, float64, 1 round (* fastest of ours)",

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -17,6 +18,8 @@ import pytest
 import torch
 import trustme
 
+from runtime.link import CLOSE_SECONDS
+from tests.gradient_clients import frame, text
 from tests.processes import ROOT, SECONDS, Started, write_script
 
 pytestmark = pytest.mark.slow
@@ -344,6 +347,23 @@ def test_a_server_that_is_told_to_stop(processes, folder, number, code):
     for worker in workers:
         assert worker.found["status"] == "stopped"
         assert worker.found["server_ended"] == f"the server was told to stop by {number.name}"
+
+
+def test_a_server_that_is_told_twice_waits_for_nobody(processes):
+    """Told once, it tells its worker and waits until that hangs up, which this one never does."""
+    server = processes.enter_context(Server("--json", workers=1))
+    host, _, port = server.address.rpartition(":")
+    worker = processes.enter_context(socket.create_connection((host, int(port)), SECONDS))
+    worker.sendall(frame(1, text("old"), struct.pack("<I", 1), text("cpu")))
+    server.wait_for_joins(1)
+    server.send(signal.SIGTERM)
+    with worker.makefile("rb") as answers:
+        assert answers.read().endswith(frame(7)), "it was told, and nothing after that"
+    assert server.process.poll() is None
+    server.send(signal.SIGINT)
+    assert server.finish(CLOSE_SECONDS / 2) == 143, "by the first"
+    found = json.loads(server.stdout.text)
+    assert (found["status"], found["reason"]) == ("interrupted", "the server was told to stop by SIGTERM")
 
 
 # What is refused.

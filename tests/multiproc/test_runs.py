@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 import parallel3d
+from parallel3d.cli.report_text import report_text
 from parallel3d.config import RunConfig, load_config
+from parallel3d.finished_run import read_run
 from parallel3d.run_record import Status
 from parallel3d.training_run import Run
 from runtime.errors import ConfigError, Coords, InvalidCall, RunFailed
@@ -199,9 +201,12 @@ async def test_a_rank_that_raises(tmp_path, monkeypatch):
     assert run.exit_code == 4
     found = metrics(tmp_path)
     assert (found["status"], found["losses"], found["error"]["rank"]) == ("failed", [10.0, 9.0], 1)
+    assert found["error"]["notes"] == ["Layer 3 of the model has it."]
+    told = report_text(read_run(tmp_path / "run").report())
+    assert "opinion: <b>no</b>\n              Layer 3 of the model has it.\n" in told
     assert [event["kind"] for event in events(tmp_path)] == ["started", "step", "step", "failed", "ended"]
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "&lt;b&gt;no&lt;/b&gt;" in page
+    assert "&lt;b&gt;no&lt;/b&gt;</p><p>Layer 3 of the model has it.</p>" in page
     trace = json.loads(gzip.decompress((tmp_path / "run" / "trace.json.gz").read_bytes()))["traceEvents"]
     assert "step 1" in {event["name"] for event in trace}, "the last steps before it are shown"
 

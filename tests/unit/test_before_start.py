@@ -51,6 +51,22 @@ def test_a_table_that_would_wait_for_ever(tmp_path):
     assert text.startswith("run.yaml  pipeline.schedule = ")
 
 
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((1, 2), "parallel.pp = 1: {0}: 1 ranks were asked for, but the file has 2."),
+        ((2, 4), "pipeline.microbatches = 4: {0}: 4 microbatches were asked for, but the file has 2."),
+    ],
+)
+def test_a_table_of_another_size_names_the_key(tmp_path, sizes, words):
+    path = tmp_path / "table.csv"
+    path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    given = dict(zip(("parallel.pp", "pipeline.microbatches"), sizes, strict=True))
+    text = refusal(**{"pipeline.schedule": f"csv:{path}", "train.batch_size": 4, **given})
+    remedy = "          Set it to 2, or name another table."
+    assert text == f"run.yaml  {words.format(path)}\n{remedy}"
+
+
 def test_a_plan_and_a_path_that_lead_nowhere():
     assert refusal(**{"parallel.tensor_plan": {"nothing.*": "column"}, "parallel.tp": 2}).startswith(
         'run.yaml  parallel.tensor_plan["nothing.*"]'

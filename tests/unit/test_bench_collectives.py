@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,16 @@ import torch
 import parallel3d
 from parallel3d.benchmarks import collectives, crews, mpirun, wire
 from parallel3d.benchmarks.crews import Crew, Reception
-from parallel3d.benchmarks.figures import Measured, Run, all_reduce_factor, fastest_of_ours, figures, geometric_means
+from parallel3d.benchmarks.document import machine
+from parallel3d.benchmarks.figures import (
+    MEMORY_LIMIT,
+    Measured,
+    Run,
+    all_reduce_factor,
+    fastest_of_ours,
+    figures,
+    geometric_means,
+)
 from parallel3d.benchmarks.known_values import check_sum, fill, largest_sum
 from parallel3d.benchmarks.memory_rank import PIECE_BYTES, MemoryRank, cut
 from parallel3d.benchmarks.mpirun import Mpi, find_mpi
@@ -25,6 +35,7 @@ from parallel3d.benchmarks.sizes import human, parse_size, parse_sizes
 from parallel3d.benchmarks.table import _number, render
 from parallel3d.benchmarks.wire import Command, time_calls
 from process_groups.group import STRATEGIES
+from runtime import cores
 from runtime.errors import BenchmarkError, InvalidCall
 
 
@@ -377,6 +388,16 @@ async def test_a_rank_that_comes_when_its_crew_was_dismissed_is_sent_away(tmp_pa
             for reader, writer in (first, second):
                 assert await reader.read() == b""
                 writer.close()
+
+
+def test_cores_are_those_that_a_container_leaves(monkeypatch, tmp_path):
+    """More ranks of the memory limit than that would take turns on them."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(cores, "quota", lambda: 2.5)
+    assert machine(None)["cores"] == 3
+    crews = {crew.name: crew for crew in collectives._crews(2, None, Reception(tmp_path), tmp_path)}
+    assert crews[MEMORY_LIMIT]._num_ranks == 3
+    assert crews[MEMORY_LIMIT]._run.args[1] == 3
 
 
 FACTS = {"cores": 2, "cpu": "a CPU", "torch": "2.0", "mpi": None}

@@ -49,6 +49,14 @@ def test_a_valid_file_gets_a_short_summary(parallel3d):
     )
 
 
+def test_a_schedule_of_ones_own_is_not_read(parallel3d, here):
+    """So nothing is said of its stages."""
+    Path("run.yaml").write_text("parallel: {pp: 2}\npipeline: {schedule: 'csv:nowhere.csv', microbatches: 4}\n")
+    code, stdout, stderr = parallel3d("validate", "run.yaml")
+    assert (code, stderr) == (0, "")
+    assert "schedule  csv:nowhere.csv, a file that is not read here\n" in stdout
+
+
 def test_json_is_the_resolved_config(parallel3d):
     code, stdout, stderr = parallel3d(
         "validate", str(MESH), "--json", "--set", "train.steps=7", "--set", "train.seed=8"

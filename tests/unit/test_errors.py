@@ -9,7 +9,7 @@ import pickle
 import pytest
 
 from runtime import errors
-from runtime.errors import CommunicationError, Coords, name_rank
+from runtime.errors import CommunicationError, Coords, name_rank, notes_of
 
 PLAIN = [
     errors.ConfigError,
@@ -98,3 +98,13 @@ def test_how_messages_name_a_rank():
     assert name_rank(5, Coords(1, 0, 1)) == "rank 5 (dp=1 tp=0 pp=1)"
     assert name_rank(5, None) == "rank 5"
     assert name_rank(None, None) == "an unknown rank"
+
+
+def test_notes_are_found_and_what_is_none_is_passed_over():
+    error = ValueError("no")
+    assert notes_of(error) == ()
+    error.add_note("Layer 3.")
+    error.__notes__.append(7)
+    assert notes_of(error) == ("Layer 3.",)
+    error.__notes__ = "Layer 3."
+    assert notes_of(error) == ()

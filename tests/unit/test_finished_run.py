@@ -95,7 +95,10 @@ def test_a_run_that_failed(tmp_path):
     failed = {"message": "rank 1 failed", "rank": 1, "coords": None, "step": 3, "traceback": "Traceback"}
     kill(write_run(tmp_path))
     write_events(tmp_path, [*events(ended=False), {"time": STARTED, "kind": "failed", **failed}])
-    assert load_run(tmp_path)["run"]["error"] == failed
+    assert load_run(tmp_path)["run"]["error"] == {**failed, "notes": []}, "as runs did before they kept notes"
+    noted = {**failed, "notes": ["Layer 3.", 7]}
+    write_events(tmp_path, [*events(ended=False), {"time": STARTED, "kind": "failed", **noted}])
+    assert load_run(tmp_path)["run"]["error"] == {**failed, "notes": ["Layer 3."]}
 
 
 def test_a_folder_of_before_these_things_were_noted(tmp_path):

@@ -32,8 +32,8 @@ from tests.gradient_clients import (
     text,
 )
 from tests.gradient_runs import (
+    assigned_v1,
     assignments,
-    joined_v1,
     joined_v2,
     on_uvloop,
     one_step,
@@ -47,9 +47,7 @@ from tests.gradient_runs import (
 @on_uvloop
 async def test_a_worker_of_version_1_that_is_lost_in_a_frame_halts_the_run():
     async with serving() as run:
-        clients = await joined_v1(run)
-        for client in clients:
-            await client.read()
+        clients = await assigned_v1(run)
         clients[0].send(gradient_v1(0, 0, [1, 2], total=4))
         clients[1].send(gradient_v1(0, 1, [1, 2], total=4)[:-10])
         await clients[1].writer.drain()
@@ -63,9 +61,7 @@ async def test_a_worker_of_version_1_that_is_lost_in_a_frame_halts_the_run():
 @on_uvloop
 async def test_a_worker_of_version_1_that_leaves_in_order():
     async with serving(samples=9, workers=3) as run:
-        clients = await joined_v1(run, 3)
-        for client in clients:
-            await client.read()
+        clients = await assigned_v1(run, 3)
         clients[0].send(gradient_v1(0, 0, [3.0], total=3))
         clients[2].leave()  # its data has ended
         assert await clients[2].is_over()
@@ -81,9 +77,7 @@ async def test_a_worker_of_version_1_that_leaves_in_order():
 @on_uvloop
 async def test_one_that_leaves_in_the_midst_of_its_blocks():
     async with serving() as run:
-        clients = await joined_v1(run)
-        for client in clients:
-            await client.read()
+        clients = await assigned_v1(run)
         clients[1].send(block_v1(0, 1, 1, 2, [1.0]))
         clients[1].leave()
         assert await clients[0].read() == ("shutdown",)

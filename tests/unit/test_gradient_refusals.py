@@ -25,6 +25,7 @@ from tests.gradient_clients import (
     gradient_v1,
 )
 from tests.gradient_runs import (
+    assigned_v1,
     assignments,
     joined_v1,
     joined_v2,
@@ -72,9 +73,7 @@ GOOD = {
 @on_uvloop
 async def test_what_halts_a_run_of_version_1(good, bad, reason, detail):
     async with serving() as run:
-        clients = await joined_v1(run)
-        for client in clients:
-            await client.read()
+        clients = await assigned_v1(run)
         before = run.server.figures().bytes_in
         clients[0].send(GOOD[good](0))
         await until(lambda: run.server.figures().bytes_in == before + len(GOOD[good](0)))
@@ -107,9 +106,7 @@ async def test_an_old_step_of_version_1():
 @on_uvloop
 async def test_a_refused_gradient_and_the_others_go_on():
     async with serving(workers=3, samples=12, policy="go on", steps=2) as run:
-        clients = await joined_v1(run, 3)
-        for client in clients:
-            await client.read()
+        clients = await assigned_v1(run, 3)
         clients[0].send(gradient_v1(0, 0, [1.0], loss=1.0, total=4))
         clients[1].send(gradient_v1(0, 1, [math.nan], loss=9.0, total=4))
         assert await clients[1].read() == ("shutdown",)

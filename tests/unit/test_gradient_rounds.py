@@ -195,26 +195,27 @@ def test_a_step_whose_average_reached_nobody_is_made_again():
     assert game.opened[:2] == (1, 1)  # its first attempt was given away already
 
 
-def test_weights_of_a_step_that_was_made_again_without_it_do_not_count():
+def made_again_without_the_first():
+    """Worker 0 has applied the first step's average before it was lost; worker 1 has not, and makes the step again."""
     game = started()
     game.step()
-    game.handle(Lost(0, "it has applied the average"))
-    game.handle(Lost(1, "it has not"))
+    for worker in range(2):
+        game.handle(Lost(worker, "gone"))
     game.join("node-1", step=0, has_state=True)
     game.fire()
     assert game.opened == (0, 1, {1: (0, 8)})
+    return game
+
+
+def test_weights_of_a_step_that_was_made_again_without_it_do_not_count():
+    game = made_again_without_the_first()
     assert game.join("node-0", step=1, has_state=True) == 0
     game.step()
     assert game.only(Relay) == Relay(1, (0,), 1, 2)
 
 
 def test_nor_when_it_is_lost_again_before_it_has_others():
-    game = started()
-    game.step()
-    game.handle(Lost(0, "it has applied the average"))
-    game.handle(Lost(1, "it has not"))
-    game.join("node-1", step=0, has_state=True)
-    game.fire()
+    game = made_again_without_the_first()
     game.join("node-0", step=1, has_state=True)
     game.handle(Lost(0, "gone"))
     game.join("node-0", step=1, has_state=True)

@@ -44,6 +44,7 @@ from tests.gradient_clients import (
 )
 from tests.gradient_runs import (
     TOKEN,
+    assigned_v1,
     assignments,
     joined_v1,
     joined_v2,
@@ -286,19 +287,22 @@ async def test_blocks_and_components_in_reverse_order():
         assert math.isnan(run.records[0].loss)
 
 
+def send_empty_components(client):
+    for number in range(3):
+        client.send(component_v1(0, client.worker, number, []))
+
+
 @on_uvloop
 async def test_workers_that_send_blocks_may_tell_their_loss():
     async with serving(samples=8) as run:
-        clients = await joined_v1(run)
+        clients = await assigned_v1(run)
         for client in clients:
-            await client.read()
             client.send(block_v1(0, client.worker, 0, 1, [1.0]))
             client.send(gradient_v1(0, client.worker, [], loss=client.worker, correct=1, total=4))
         for client in clients:
             answers = [await client.read(), await client.read()]
             assert sorted(answers) == [("average", 0, [], 0.5), ("block", 0, 0, [1], [1.0])]
-            for number in range(3):
-                client.send(component_v1(0, client.worker, number, []))
+            send_empty_components(client)
         for client in clients:
             assert [(await client.read())[0] for _ in range(4)] == [*["component"] * 3, "assignment"]
         assert (run.records[0].loss, run.records[0].correct) == (0.5, 2)
@@ -307,12 +311,10 @@ async def test_workers_that_send_blocks_may_tell_their_loss():
 @on_uvloop
 async def test_workers_that_send_blocks_may_tell_their_loss_after_them():
     async with serving(samples=8) as run:
-        clients = await joined_v1(run)
+        clients = await assigned_v1(run)
         for client in clients:
-            await client.read()
             client.send(block_v1(0, client.worker, 0, 1, [1.0]))
-            for number in range(3):
-                client.send(component_v1(0, client.worker, number, []))
+            send_empty_components(client)
         for client in clients:
             assert [(await client.read())[0] for _ in range(5)] == ["block", *["component"] * 3, "assignment"]
             client.send(gradient_v1(0, client.worker, [], loss=client.worker, total=4))
@@ -323,9 +325,7 @@ async def test_workers_that_send_blocks_may_tell_their_loss_after_them():
 @on_uvloop
 async def test_losses_are_told_when_the_only_one_that_told_none_has_left():
     async with serving(workers=3, samples=12) as run:
-        clients = await joined_v1(run, 3)
-        for client in clients:
-            await client.read()
+        clients = await assigned_v1(run, 3)
         before = run.server.figures().bytes_in
         losses = [gradient_v1(0, worker, [], loss=worker, total=4) for worker in range(2)]
         for client, loss in zip(clients, losses, strict=False):

@@ -74,6 +74,18 @@ async def until_heard(client: GradientClient, link: ScriptedLink, step: int) -> 
         await asyncio.sleep(0)
 
 
+async def waiting_for_average(
+    client: GradientClient, link: ScriptedLink, home: RawPart | None = None
+) -> asyncio.Task[Average]:
+    """The first step's share is given, and its gradient of ones has come: what the worker does then."""
+    home = part([0]) if home is None else home
+    assign(link)
+    await client.next_share()
+    averaging = asyncio.create_task(client.average([part([1] * len(values(home)))], [home]))
+    await link.gradient()
+    return averaging
+
+
 async def sent(link: ScriptedLink) -> list[list[float]]:
     return [each.tolist() for each in (await link.gradient()).parts]
 
@@ -163,11 +175,7 @@ async def test_a_step(server):
 async def test_an_average_is_whole_or_nothing(server):
     """What has come of one that was never finished does not mix with the next."""
     async with joined(server) as (client, link):
-        assign(link)
-        await client.next_share()
-        home = part([0] * 40)
-        averaging = asyncio.create_task(client.average([part([1] * 40)], [home]))
-        await link.gradient()
+        averaging = await waiting_for_average(client, link, home := part([0] * 40))
         link.send_parts(Kind.AVERAGE, 0, 0, [numpy.full(40, 9, numpy.float32)], num_chunks=2)
         link.send(Again(0, 1, "somebody was lost"))
         assert (await link.gradient()).done.attempt == 1
@@ -179,11 +187,7 @@ async def test_an_average_is_whole_or_nothing(server):
 
 async def test_parts_of_an_attempt_that_is_over_are_passed_over(server):
     async with joined(server) as (client, link):
-        assign(link)
-        await client.next_share()
-        home = part([0])
-        averaging = asyncio.create_task(client.average([part([1])], [home]))
-        await link.gradient()
+        averaging = await waiting_for_average(client, link, home := part([0]))
         link.send(Again(0, 1, "somebody was lost"))
         average(link, 0, 0, [9])
         await link.gradient()
@@ -281,10 +285,7 @@ async def test_a_step_that_the_worker_is_not_at(server):
 
 async def test_an_average_of_other_sizes_breaks_the_connection(server):
     async with joined(server) as (client, link):
-        assign(link)
-        await client.next_share()
-        averaging = asyncio.create_task(client.average([part([1])], [part([0])]))
-        await link.gradient()
+        averaging = await waiting_for_average(client, link)
         average(link, 0, 0, [1, 2])
         link = await server.next_join()
         assign(link, attempt=1)
@@ -317,11 +318,7 @@ async def test_calls_in_the_wrong_place(server):
 
 async def test_a_gradient_is_kept_and_sent_again_on_the_next_connection(server):
     async with joined(server) as (client, link):
-        assign(link)
-        await client.next_share()
-        home = part([0])
-        averaging = asyncio.create_task(client.average([part([1])], [home]))
-        await link.gradient()
+        averaging = await waiting_for_average(client, link, home := part([0]))
         link.cut()
         link = await server.next_join()
         assert (link.hello.step, link.hello.has_state, link.hello.node_id) == (0, True, client.node_id)
@@ -334,10 +331,7 @@ async def test_a_gradient_is_kept_and_sent_again_on_the_next_connection(server):
 
 async def test_a_server_that_tells_all_at_once(server):
     async with joined(server) as (client, link):
-        assign(link)
-        await client.next_share()
-        averaging = asyncio.create_task(client.average([part([1])], [part([0])]))
-        await link.gradient()
+        averaging = await waiting_for_average(client, link)
         server.with_welcome = [Assignment(0, 1, 0, 4, TOTAL)]
         link.cut()
         link = await server.next_join()
@@ -349,10 +343,7 @@ async def test_a_server_that_tells_all_at_once(server):
 async def test_an_average_that_has_come_counts_as_applied(server):
     """Also when the connection breaks before the caller asks for the next share."""
     async with joined(server) as (client, link):
-        assign(link)
-        await client.next_share()
-        averaging = asyncio.create_task(client.average([part([1])], [part([0])]))
-        await link.gradient()
+        averaging = await waiting_for_average(client, link)
         average(link, 0, 0, [3])
         await averaging
         link.cut()
@@ -364,11 +355,7 @@ async def test_an_average_that_has_come_counts_as_applied(server):
 
 async def test_half_an_average_does_not_count(server):
     async with joined(server) as (client, link):
-        assign(link)
-        await client.next_share()
-        home = part([0] * 40)
-        averaging = asyncio.create_task(client.average([part([1] * 40)], [home]))
-        await link.gradient()
+        averaging = await waiting_for_average(client, link, home := part([0] * 40))
         link.send_parts(Kind.AVERAGE, 0, 0, [numpy.full(40, 9, numpy.float32)], num_chunks=1)
         await until_heard(client, link, 0)
         link.cut()
@@ -383,10 +370,7 @@ async def test_half_an_average_does_not_count(server):
 
 async def test_other_shares_after_a_restart(server):
     async with joined(server) as (client, link):
-        assign(link)
-        await client.next_share()
-        averaging = asyncio.create_task(client.average([part([1])], [part([0])]))
-        await link.gradient()
+        averaging = await waiting_for_average(client, link)
         link.cut()
         link = await server.next_join()
         assign(link, start=4, end=8)
@@ -441,10 +425,7 @@ async def test_after_an_average_nobody_waits(server, monkeypatch):
     waits = []
     monkeypatch.setattr("runtime.backoff.random.uniform", lambda least, most: waits.append(most) or 0.0)
     async with joined(server) as (client, link):
-        assign(link)
-        await client.next_share()
-        averaging = asyncio.create_task(client.average([part([1])], [part([0])]))
-        await link.gradient()
+        averaging = await waiting_for_average(client, link)
         average(link, 0, 0, [3])
         await averaging
         link.cut()
@@ -492,10 +473,7 @@ async def test_a_state_is_given_between_two_steps(server):
 async def test_a_state_is_given_while_an_average_is_waited_for(server):
     """After a restart of the server, one that is behind may need it before anybody goes on."""
     async with joined(server, keeper=Kept(1, 2)) as (client, link):
-        assign(link)
-        await client.next_share()
-        averaging = asyncio.create_task(client.average([part([1])], [part([0])]))
-        await link.gradient()
+        averaging = await waiting_for_average(client, link)
         link.cut()
         link = await server.next_join()
         link.send(StateWanted(0, 1))
@@ -532,10 +510,7 @@ async def test_half_a_state_changes_nothing(server):
 async def test_a_worker_that_was_left_behind_takes_a_state_instead_of_its_average(server):
     keeper = Kept(1, 2)
     async with joined(server, keeper=keeper) as (client, link):
-        assign(link)
-        await client.next_share()
-        averaging = asyncio.create_task(client.average([part([1])], [part([0])]))
-        await link.gradient()
+        averaging = await waiting_for_average(client, link)
         link.cut()
         link = await server.next_join()
         link.send_parts(Kind.STATE, 1, 1, [numpy.array([8, 9], numpy.float32)])

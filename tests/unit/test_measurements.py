@@ -11,6 +11,7 @@ import pytest
 
 from process_groups.strategies import measurements
 from process_groups.strategies.measurements import layout_of, load, save
+from runtime import cores
 
 CANDIDATES = ("default", "ring")
 ROWS = {12: [1e-6, 2e-6], 20: [0.5, math.inf]}
@@ -54,6 +55,18 @@ def test_another_kind_of_host_measures_for_itself(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(1000)))
     assert "x 1000, torch " in measurements.host_kind()
     assert load("here", CANDIDATES) is None
+
+
+def test_so_does_a_container_with_another_quota(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(1000)))
+    for quota, rows in ((math.inf, ROWS), (1.5, {12: [3.0, 4.0]})):
+        monkeypatch.setattr(cores, "quota", lambda quota=quota: quota)
+        assert load("here", CANDIDATES) is None
+        save("here", CANDIDATES, rows)
+    assert "x 2, torch " in measurements.host_kind()
+    assert load("here", CANDIDATES) == {12: [3.0, 4.0]}
+    monkeypatch.setattr(cores, "quota", lambda: math.inf)
+    assert load("here", CANDIDATES) == ROWS
 
 
 def test_a_user_without_a_home_keeps_nothing(monkeypatch):

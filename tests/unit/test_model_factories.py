@@ -264,14 +264,57 @@ def test_a_factory_that_raises(write, text, line, error):
     assert found.count("\n") == 1
 
 
-def test_arguments_that_the_factory_does_not_take(write):
-    name = write("def build(width):\n    return Net()\n")
+def test_an_argument_that_the_factory_does_not_take_is_named(write):
+    name = write("def build(width=2):\n    return Net()\n")
     assert refusal(f"{name}:build", model__args={"wdith": 3}) == told(
-        "model.factory",
-        f'"{name}:build"',
-        "it was called with wdith, and raised TypeError: build() got an unexpected keyword argument 'wdith'.",
-        "Mend it, or name another.",
+        "model.args.wdith",
+        "3",
+        f"{name}:build was called with it, and raised TypeError: build() got an unexpected keyword argument 'wdith'.",
+        "Did you mean width?",
     )
+    assert refusal(f"{name}:build", model__args={"width": 3, "a-b": "x"}) == told(
+        "model.args.a-b",
+        '"x"',
+        f"{name}:build was called with it, and raised TypeError: build() got an unexpected keyword argument 'a-b'.",
+        "Remove it, or name another factory.",
+    )
+
+
+def test_also_where_the_factory_hands_it_on(write):
+    name = write("def build(**options):\n    return Net(**options)\n")
+    found = refusal(f"{name}:build", model__args={"blocks": 2, "wdith": 3})
+    assert found.startswith(f"model.args.wdith = 3: {name}:build was called with it, and raised TypeError: Net.")
+    assert f"got an unexpected keyword argument 'wdith' ({name}.py:{LINES + 2})." in found
+
+
+def test_an_argument_that_the_factory_takes_and_misuses_is_its_own_fault(write):
+    name = write("def build(width):\n    return nn.Linear(width=width)\n")
+    found = refusal(f"{name}:build", model__args={"width": 3})
+    assert found.startswith(f'model.factory = "{name}:build": it was called with width, and raised TypeError: ')
+
+
+@pytest.mark.parametrize(
+    ("given", "shown", "message", "remedy"),
+    [
+        ({"blocks": 2}, '{"blocks": 2}', "needs width.", "Give it there."),
+        ({}, "{}", "needs blocks and width.", "Give them there."),
+    ],
+)
+def test_arguments_that_are_missing(write, given, shown, message, remedy):
+    name = write("def build(blocks, *, width, other=1):\n    return Net()\n")
+    found = refusal(f"{name}:build", model__args=given)
+    assert found == told("model.args", shown, f"{name}:build {message}", remedy)
+
+
+def test_arguments_may_have_any_name(write):
+    name = write("def build(key, name):\n    return nn.Sequential(nn.Linear(key, name))\n")
+    assert build(f"{name}:build", model__args={"key": 2, "name": 3}).whole[0].out_features == 3
+
+
+def test_a_factory_without_a_signature(write):
+    name = write("build = range\n")
+    found = refusal(f"{name}:build", model__args={"width": 3})
+    assert found.startswith(f'model.factory = "{name}:build": it was called with width, and raised TypeError: ')
 
 
 @pytest.mark.parametrize(

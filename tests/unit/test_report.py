@@ -147,7 +147,7 @@ def test_every_part_has_a_colour():
 
 def test_what_users_wrote_is_escaped(tmp_path):
     evil = "</pre><script>alert(1)</script><img src=x>\x1b[31m\x00"
-    error = {"message": evil, "rank": 0, "coords": None, "step": 0, "traceback": evil}
+    error = {"message": evil, "rank": 0, "coords": None, "step": 0, "traceback": evil, "notes": [evil]}
     held_up = BOTTLENECK | {"message": evil, "kind": evil, "severity": evil}
     rank = metrics()["ranks"][0] | {"host": evil, "device": evil}
     write_run(tmp_path, run_id=evil, status=evil, error=error, bottlenecks=[held_up], ranks=[rank])

@@ -158,9 +158,10 @@ def test_messages_of_others_are_none_of_ours():
 
 
 def test_an_error_names_its_rank():
-    error = RunError("rank 3 failed", 3, Coords(0, 1, 1), 12, "Traceback")
+    error = RunError("rank 3 failed", 3, Coords(0, 1, 1), 12, "Traceback", ("Layer 3.",))
     assert error.name == "rank 3 (dp=0 tp=1 pp=1)"
     assert error.to_json()["coords"] == {"dp": 0, "tp": 1, "pp": 1}
+    assert error.to_json()["notes"] == ["Layer 3."]
 
 
 @pytest.mark.parametrize(

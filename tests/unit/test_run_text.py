@@ -140,11 +140,12 @@ def test_the_end(record, capsys):
 
 
 def test_a_failure_is_said_again_below_the_table(record):
-    record.error = RunError("rank 1 failed: ValueError: no", 1)
+    record.error = RunError("rank 1 failed: ValueError: no", 1, notes=("Layer 3.",))
     record.status = Status.FAILED
     assert "ValueError" not in summary(record, "runs/id", record.metrics())  # it stands right above
     record.take(0, step_message(0))
-    assert summary(record, "runs/id", record.metrics()).splitlines()[-4:-1] == ["", "rank 1 failed: ValueError: no", ""]
+    lines = summary(record, "runs/id", record.metrics()).splitlines()
+    assert lines[-5:-1] == ["", "rank 1 failed: ValueError: no", "Layer 3.", ""]
 
 
 def test_parts_that_do_not_add_up_and_bottlenecks_are_told(record):

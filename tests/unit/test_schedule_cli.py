@@ -718,7 +718,7 @@ def test_a_run_that_would_wait_for_ever_is_drawn(parallel3d):
         3,
         "",
         """\
-run.yaml  pipeline.schedule = csv:my.csv: deadlock: these actions wait for each other
+run.yaml:3:22  pipeline.schedule = "csv:my.csv": deadlock: these actions wait for each other
   rank 0: 0B0 waits for 1B0 (rank 1), which has not come
   rank 1: 1B0 comes after 1F1 in its column
   rank 1: 1F1 waits for 0F1 (rank 0)
@@ -733,7 +733,8 @@ One of the actions that come after another has to come before it.
     code, stdout, stderr = parallel3d("simulate", "run.yaml", "--json")
     (error,) = json.loads(stdout)["errors"]
     assert (code, stderr) == (3, "")
-    assert (error["path"], error["found"]) == ("pipeline.schedule", "csv:my.csv")
+    assert (error["file"], error["line"], error["column"]) == ("run.yaml", 3, 22)
+    assert (error["path"], error["found"]) == ("pipeline.schedule", '"csv:my.csv"')
     assert error["deadlock"] == [
         {"rank": 0, "action": "0B0", "waits_for": "1B0", "of_rank": 1},
         {"rank": 1, "action": "1F1", "waits_for": "0F1", "of_rank": 0},
@@ -746,9 +747,61 @@ def test_a_table_that_does_not_fit_the_config_is_refused(parallel3d):
     assert parallel3d("simulate", "run.yaml") == Outcome(
         3,
         "",
-        "run.yaml  pipeline.schedule = csv:my.csv: my.csv: 2 microbatches were asked for, but the file has 1. Use 1.\n",
+        "run.yaml:3:50  pipeline.microbatches = 2: my.csv: 2 microbatches were asked for, but the file has 1.\n"
+        "               Set it to 1, or name another table.\n",
     )
     assert parallel3d("simulate", "run.yaml", "--set", "pipeline.microbatches=1").code == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            ["pipeline.schedule=csv:none.csv"],
+            '--set pipeline.schedule  pipeline.schedule = "csv:none.csv": none.csv cannot be read: No such file',
+        ),
+        (
+            ["pipeline.microbatches=1", "parallel.pp=1"],
+            "--set parallel.pp  parallel.pp = 1: my.csv: 1 ranks were asked for, but the file has 2.\n",
+        ),
+        (
+            ["pipeline.microbatches=3", "train.batch_size=3"],
+            "--set pipeline.microbatches  pipeline.microbatches = 3: my.csv: 3 microbatches were asked for, but",
+        ),
+        (
+            ["pipeline.schedule=gpipe", "pipeline.microbatches=500001", "train.batch_size=500001"],
+            "--set pipeline.microbatches  pipeline.microbatches = 500001: 1000002 = stages x microbatches, which is",
+        ),
+        (
+            ["pipeline.schedule=gpipe", "parallel.pp=600000", "model.args.layers=600000"],
+            "--set parallel.pp  parallel.pp = 600000: 1200000 = stages x microbatches, which is more than 1000000.",
+        ),
+    ],
+)
+def test_what_was_set_is_blamed_and_not_the_file(parallel3d, settings, words):
+    Path("my.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    Path("run.yaml").write_text(RUN)
+    given = [word for setting in settings for word in ("--set", setting)]
+    code, stdout, stderr = parallel3d("simulate", "run.yaml", *given)
+    assert (code, stdout) == (3, "")
+    assert stderr.startswith(words)
+
+
+def test_a_deadlock_of_a_table_that_was_set(parallel3d):
+    Path("stuck.csv").write_text(STUCK)
+    Path("run.yaml").write_text(RUN)
+    code, stdout, stderr = parallel3d("simulate", "run.yaml", "--set", "pipeline.schedule=csv:stuck.csv")
+    assert (code, stdout) == (3, "")
+    assert stderr.startswith('--set pipeline.schedule  pipeline.schedule = "csv:stuck.csv": deadlock: ')
+
+
+@pytest.mark.parametrize("option", ["--pp", "--microbatches", "--virtual-stages"])
+def test_a_table_of_another_size_names_the_option(parallel3d, option):
+    Path("my.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    code, stdout, stderr = parallel3d("schedule", "--schedule", "csv:my.csv", option, "3")
+    assert (code, stdout) == (2, "")
+    assert stderr.startswith("parallel3d schedule: my.csv: ")
+    assert stderr.endswith(f" Leave out {option}: the file says how many.\n")
 
 
 def test_costs_that_do_not_fit_are_wrong_usage(parallel3d):

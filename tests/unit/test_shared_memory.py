@@ -927,6 +927,23 @@ async def test_small_adaptive_calls_are_done_at_once_and_nothing_is_measured_for
     assert not any(transport._adaptive.is_ready for transport in pair.transports)
 
 
+def test_only_the_adaptive_call_that_measures_has_more_time(threads_of, monkeypatch, tmp_path):
+    """Small ones go straight to default, whose deadline is what was given."""
+    monkeypatch.setattr(shared_collectives, "FLAT", FLAT)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    async def main(group: Group, _: Arena) -> list[tuple[int, float]]:
+        found = []
+        for num_bytes in (8, FLAT, FLAT + 1, FLAT + 1, FLAT):
+            values = torch.ones(num_bytes, dtype=torch.uint8)
+            await (work := group.all_reduce(values, strategy="adaptive", timeout=5.0))
+            found.append((num_bytes, work.call.timeout))
+        return found
+
+    deadlines = [(8, 5.0), (FLAT, 5.0), (FLAT + 1, 15.0), (FLAT + 1, 5.0), (FLAT, 5.0)]
+    assert threads_of(2).run(main) == [deadlines] * 2
+
+
 def test_how_default_explains_itself(threads_of):
     async def main(group: Group, _: Arena) -> list[str]:
         return [

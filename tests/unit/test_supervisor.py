@@ -259,6 +259,16 @@ def test_a_malformed_report_is_none(message):
     assert Report.from_message(message, rank=0) is None
 
 
+@pytest.mark.parametrize(
+    ("notes", "kept"), [(["Layer 3.", None], ("Layer 3.",)), ([], ()), (None, ()), ("Layer 3.", ()), ({"a": 1}, ())]
+)
+def test_notes_are_kept_as_far_as_they_are_text(notes, kept):
+    fields = {"time": 1, "type": "A", "message": "m", "traceback": "t", "notes": notes}
+    report = Report.from_message(fields, rank=0)
+    assert report is not None
+    assert report.notes == kept
+
+
 @pytest.mark.parametrize("error", [None, 3, {}, {"kind": ["PeerLost"]}, {"kind": "Mismatch"}])
 def test_only_the_known_kinds_are_consequences(error):
     fields = {"time": 1, "type": "A", "message": "m", "traceback": "t", "error": error}

@@ -8,6 +8,7 @@ from collections import deque
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel3d.weight_gradients import (
     add_at_rows,
@@ -264,6 +265,40 @@ def test_every_way_to_add():
                 assert (parameter.grad.dtype, parameter.grad is home) == (torch.float32, home is not None)
                 torch.testing.assert_close(parameter.grad, number * expected, rtol=1e-2, atol=0)
             assert told == ([] if home is None else [True] * 2)
+
+
+class Called(TorchDispatchMode):
+    """The operations that torch carries out in here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "every other"])
+@pytest.mark.parametrize(("num_rows", "way"), [(1, "addmv_"), (128, "addmv_"), (129, "sum"), (4000, "sum")])
+def test_few_rows_are_added_by_a_product_and_many_by_a_sum(num_rows, way, layout, dtype):
+    """Up to 128 rows one call does; the sum of more is more exact."""
+    torch.manual_seed(1)
+    rows = {
+        "contiguous": torch.randn(num_rows, 5, dtype=dtype),
+        "transposed": torch.randn(5, num_rows, dtype=dtype).t(),
+        "every other": torch.randn(num_rows, 10, dtype=dtype)[:, ::2],
+    }[layout]
+    bias = nn.Parameter(torch.zeros(5, dtype=dtype))
+    bias.grad = before = torch.full((5,), 2.0, dtype=dtype)
+    with Called() as called:
+        add_rows(bias, rows)
+    assert (way in called.names, "addmv_" in called.names) == (True, way == "addmv_")
+    assert bias.grad is before
+    exact = 2 + rows.double().sum(0)
+    torch.testing.assert_close(bias.grad.double(), exact, rtol=0, atol=1e-4 if dtype is torch.float32 else 1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
