@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from monitoring.events import ACTIONS, NO_MICROBATCH, OPS, STRATEGIES, Event, What
+from monitoring.events import ACTIONS, NO_MICROBATCH, OPS, STRATEGIES, Axis, Event, What
 from monitoring.trace import ACTIONS as ACTION_ROW
 from monitoring.trace import COLLECTIVES, STEPS, Span
 
-_RECEIVE_OF = {What.SEND_F: (What.RECV_F, 1), What.SEND_B: (What.RECV_B, -1)}
+_RECEIVE_OF: dict[int, tuple[What, int]] = {What.SEND_F: (What.RECV_F, 1), What.SEND_B: (What.RECV_B, -1)}
 _PHASES = frozenset((What.DATA, What.REDUCE, What.MEET, What.OPTIMIZER, What.CHECKPOINT))
 
 
@@ -30,7 +30,7 @@ def spans_of(
         elif event.what == What.STEP:
             yield Span(STEPS, f"step {event.step}", "step", start, end, facts.get(event.step, {}))
         elif event.what in _PHASES and end > start:
-            name = event.what.name.lower()
+            name = What(event.what).name.lower()
             yield Span(STEPS, name, name, start, end, {"step": event.step})
 
 
@@ -44,7 +44,7 @@ def _of_action(event: Event, pipeline: str, start: float, end: float) -> Span:
     if event.num_bytes:
         where["bytes"] = event.num_bytes
     sends, receives = _messages(event, pipeline)
-    return Span(ACTION_ROW, event.action, event.what.name, start, end, where, sends, receives)
+    return Span(ACTION_ROW, event.action, What(event.what).name, start, end, where, sends, receives)
 
 
 def _messages(event: Event, pipeline: str) -> tuple[str, str]:
@@ -60,4 +60,4 @@ def _of_collective(event: Event, start: float, end: float) -> Span:
     facts: dict[str, Any] = {"bytes": event.num_bytes, "strategy": STRATEGIES[event.strategy], "step": event.step}
     if event.calls > 1:
         facts |= {"calls": event.calls, "seconds": event.waited}
-    return Span(COLLECTIVES, f"{kind} {event.axis.label}", kind, start, end, facts)
+    return Span(COLLECTIVES, f"{kind} {Axis(event.axis).label}", kind, start, end, facts)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from enum import IntEnum
 from typing import NamedTuple
+
+import numpy
 
 from monitoring.collectives import KINDS
 
@@ -15,6 +16,24 @@ STRATEGIES = ("default", "ring", "tree", "hierarchical")
 RECORD = struct.Struct("<BBBBiiIddddQI")
 """What, axis, op, strategy, stage, microbatch, step, start, end, cpu, waited, bytes, calls."""
 RECORD_BYTES = RECORD.size
+_FIELDS = {
+    "what": ("u1", 0),
+    "step": ("<u4", 12),
+    "start": ("<f8", 16),
+    "end": ("<f8", 24),
+    "stage": ("<i4", 4),
+    "microbatch": ("<i4", 8),
+    "cpu": ("<f8", 32),
+    "waited": ("<f8", 40),
+    "num_bytes": ("<u8", 48),
+    "axis": ("u1", 1),
+    "op": ("u1", 2),
+    "strategy": ("u1", 3),
+    "calls": ("<u4", 56),
+}
+"""Of a record, in the order that an `Event` has: what each is, and where."""
+_FORMATS, _OFFSETS = zip(*_FIELDS.values(), strict=True)
+_RECORDS = numpy.dtype({"names": [*_FIELDS], "formats": _FORMATS, "offsets": _OFFSETS, "itemsize": RECORD_BYTES})
 
 
 class What(IntEnum):
@@ -69,7 +88,8 @@ class Axis(IntEnum):
 class Event(NamedTuple):
     """One record. Moments are seconds of time.monotonic, in the rank's own clock until they are aligned."""
 
-    what: What
+    what: int
+    """A value of `What`."""
     step: int
     start: float
     end: float
@@ -82,7 +102,8 @@ class Event(NamedTuple):
     """Seconds of it in which the rank waited for its tensor-parallel peers; of a COLLECTIVE, the seconds that its calls
     took, which is less than end - start where several are told together."""
     num_bytes: int = 0
-    axis: Axis = Axis.WORLD
+    axis: int = Axis.WORLD
+    """A value of `Axis`."""
     op: int = 0
     """Of a COLLECTIVE: its place in `OPS`."""
     strategy: int = 0
@@ -98,7 +119,11 @@ class Event(NamedTuple):
     def action(self) -> str:
         """As a schedule's table names it, such as 1F0 or 0SEND_F2."""
         microbatch = "" if self.microbatch == NO_MICROBATCH else self.microbatch
-        return f"{self.stage}{self.what.name}{microbatch}"
+        return f"{self.stage}{What(self.what).name}{microbatch}"
+
+
+_LIMITS = {"what": len(What), "axis": len(Axis), "op": len(OPS), "strategy": len(STRATEGIES)}
+_LIMITS |= dict.fromkeys(("start", "end", "cpu", "waited"), 10**12)
 
 
 def pack_into(buffer: bytearray, offset: int, event: Event) -> None:
@@ -108,47 +133,19 @@ def pack_into(buffer: bytearray, offset: int, event: Event) -> None:
     )
 
 
-def unpack(data: bytes) -> Iterator[Event]:
-    """The events in these bytes. Raises ValueError for anything that `pack_into` could not have written."""
+def unpack(data: bytes, offset: float = 0.0) -> list[Event]:
+    """The events in these bytes, their moments later by `offset`. Raises ValueError for anything that `pack_into` could
+    not have written."""
     if len(data) % RECORD_BYTES:
         raise ValueError(f"{len(data)} bytes are no whole number of events")
-    whats, axes, num_ops, num_strategies = tuple(What), tuple(Axis), len(OPS), len(STRATEGIES)
-    try:
-        for (
-            what,
-            axis,
-            op,
-            strategy,
-            stage,
-            microbatch,
-            step,
-            start,
-            end,
-            cpu,
-            waited,
-            size,
-            calls,
-        ) in RECORD.iter_unpack(data):
-            if op >= num_ops or strategy >= num_strategies or not 0 <= start <= end < 1e12:
-                raise ValueError("an event is out of range")
-            if not (0 <= cpu < 1e12 and 0 <= waited < 1e12):
-                raise ValueError("an event's processor time or wait is out of range")
-            # Through the enumerations' and the tuple's own calls it would take thrice as long.
-            fields = (
-                whats[what],
-                step,
-                start,
-                end,
-                stage,
-                microbatch,
-                cpu,
-                waited,
-                size,
-                axes[axis],
-                op,
-                strategy,
-                calls,
-            )
-            yield tuple.__new__(Event, fields)
-    except IndexError:
-        raise ValueError("an event of a kind or an axis that there is not") from None
+    records = numpy.frombuffer(data, _RECORDS)
+    for name, limit in _LIMITS.items():
+        if not ((records[name] >= 0) & (records[name] < limit)).all():
+            raise ValueError(f"an event's {name} is out of range")
+    if not (records["start"] <= records["end"]).all():
+        raise ValueError("an event ends before it starts")
+    if offset:
+        records = records.copy()
+        records["start"] += offset
+        records["end"] += offset
+    return [tuple.__new__(Event, fields) for fields in records.tolist()]

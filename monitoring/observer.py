@@ -33,7 +33,7 @@ from monitoring.window import LatestSteps
 
 MOST_STEPS, MOST_LOGS = 10_000, 1000
 RULES_SECONDS = 1.0
-RULES_SHARE = 0.001
+RULES_SHARE = 0.0005
 """Of a core that rules may take: they simulate pipelines, and ranks want the cores."""
 _MOST_AHEAD = 256  # steps whose parts are known before rank 0 has told of them
 _QUEUE_REPORTS = 20
@@ -244,10 +244,7 @@ class Observer:
         if dropped > self.dropped.get(rank, 0):
             self._timeline.lose(rank)
         self.dropped[rank] = dropped
-        events = list(unpack(base64.b64decode(message["data"], validate=True)))
-        offset = self._offsets.get(rank, 0.0)
-        if offset:
-            events = [event._replace(start=event.start + offset, end=event.end + offset) for event in events]
+        events = unpack(base64.b64decode(message["data"], validate=True), self._offsets.get(rank, 0.0))
         self._traffic.take_events(rank, events)
         for step in self._timeline.take(rank, events):
             self._take_whole_step(step)

@@ -18,10 +18,11 @@ _BY_START = itemgetter(Event._fields.index("start"))
 # As plain numbers: members of an enumeration are looked up each time, and this is done for every event of a run.
 _STEP, _COLLECTIVE = int(What.STEP), int(What.COLLECTIVE)
 _F, _W, _REDUCE_GRAD = int(What.F), int(What.W), int(What.REDUCE_GRAD)
-_COLUMNS = {What.F: 0, What.B: 1, What.I: 1, What.W: 2}
-_SENDERS = {What.RECV_F: (int(What.SEND_F), -1), What.RECV_B: (int(What.SEND_B), 1)}
+_AXES = tuple(map(int, Axis))
+_COLUMNS: dict[int, int] = {What.F: 0, What.B: 1, What.I: 1, What.W: 2}
+_SENDERS: dict[int, tuple[int, int]] = {What.RECV_F: (int(What.SEND_F), -1), What.RECV_B: (int(What.SEND_B), 1)}
 """Of each kind of receive: what sends the message, and how much further on that stage is."""
-_PART_OF = {
+_PART_OF: dict[int, str] = {
     What.DATA: "data",
     What.SEND_F: "pp_comm",
     What.SEND_B: "pp_comm",
@@ -50,12 +51,12 @@ class RankTimes:
     """When each began."""
     receives: list[tuple[Message, Span, float]] = field(default_factory=list)
     """The message, when it was received, and how long the rank computed meanwhile."""
-    meetings: dict[Axis, list[Span]] = field(default_factory=lambda: {axis: [] for axis in Axis})
+    meetings: dict[int, list[Span]] = field(default_factory=lambda: {axis: [] for axis in _AXES})
     """Along an axis, to add up gradients; of all ranks, for norms and losses. Several in a step: all at the same points
     of it."""
     waiting: float = 0.0
     """For other stages."""
-    late: dict[Axis, float] = field(default_factory=lambda: dict.fromkeys(Axis, 0.0))
+    late: dict[int, float] = field(default_factory=lambda: dict.fromkeys(_AXES, 0.0))
     """How much earlier others with the same work came to where they meet along an axis. Whoever is late along one holds
     up ranks that are late along another then, so the most of them counts, and not their sum."""
     actions: Span | None = None
@@ -127,7 +128,7 @@ class RankTimes:
         self.parts["other"] += gaps + max(0.0, finish - cursor) + self.core_wait
         self.actions = (first, last) if first < finish else None
 
-    def _note(self, what: What, start: float, end: float, stage: int, microbatch: int) -> None:
+    def _note(self, what: int, start: float, end: float, stage: int, microbatch: int) -> None:
         if what in _PART_OF:
             self.parts[_PART_OF[what]] += end - start
             if what in SENDS:

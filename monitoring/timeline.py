@@ -41,7 +41,7 @@ class Timeline:
         steps = self._open.setdefault(rank, {})
         step, found = -1, list[Event]()
         for event in events:
-            what, at = event[:2]
+            what, at = event[0], event[1]
             if at <= self._done:
                 if what != _COLLECTIVE:
                     continue

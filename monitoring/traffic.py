@@ -59,7 +59,10 @@ class _RankTraffic:
         """Bus bandwidth of the latest report that had such calls."""
 
     def add(self, where: Where, calls: int, num_bytes: int, seconds: float) -> None:
-        self.totals.setdefault(where, CallTotals()).add(calls, num_bytes, seconds)
+        totals = self.totals.get(where)
+        if totals is None:
+            totals = self.totals[where] = CallTotals()
+        totals.add(calls, num_bytes, seconds)
 
 
 class Traffic:

@@ -99,6 +99,10 @@ def decode(data: bytes) -> Message | None:
     return message
 
 
+_room = memoryview(bytearray(MAX_MESSAGE_BYTES))  # one for all: what came is copied before the next one is received
+_TRUNCATED = int(socket.MSG_TRUNC)  # a flag of an enumeration takes microseconds to compare
+
+
 class LauncherControl:
     """The launcher's end for one rank."""
 
@@ -132,16 +136,16 @@ class LauncherControl:
 
     def _record(self) -> bytes | None:
         try:
-            data, _, flags, _ = self.connection.recvmsg(MAX_MESSAGE_BYTES)
+            num_bytes, _, flags, _ = self.connection.recvmsg_into([_room])
         except BlockingIOError:
             return None
         except OSError:
             self.ended = True
             return None
-        if not data and self._hung_up():
+        if not num_bytes and self._hung_up():
             self.ended = True
             return None
-        return b"" if flags & socket.MSG_TRUNC else data
+        return b"" if flags & _TRUNCATED else bytes(_room[:num_bytes])
 
     def _hung_up(self) -> bool:
         """An empty record looks like the end of the stream; only the latter hangs up."""
