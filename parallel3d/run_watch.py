@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -46,6 +47,8 @@ class RunWatch:
 
     def take(self, rank: int, message: Mapping[str, Any]) -> None:
         """A rank's message; never waits."""
+        if message.get("kind") == "ready" and rank == 0:
+            gc.freeze()  # else looking through all that lives, again and again, would take as long as watching itself
         self._station.take(rank, message)
 
     @property
@@ -86,6 +89,7 @@ class RunWatch:
 
     async def close(self) -> None:
         """Once the folder is complete."""
+        gc.unfreeze()
         await self._station.close()
         # Its port may soon be somebody else's, who shall not be sent the token.
         await asyncio.to_thread(self._folder.write_endpoints, endpoints(self._folder.run_id, None))

@@ -28,8 +28,8 @@ from runtime.errors import InvalidCall
 
 Job = Callable[[], None]
 _FEW = 128  # rows whose sum may be a product: of many it would be less exact, and no faster
-_ENOUGH = 48  # rows of a product that takes most of its time to multiply
-_TURNS = 3
+_ENOUGH = 64  # rows of a product that takes most of its time to multiply
+_TURNS = 4
 _here: ContextVar[deque[Job] | None] = ContextVar("collected_weight_gradients", default=None)
 _EVERYWHERE = "parallel3d.weight_gradients"
 
