@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import urllib.request
 from contextlib import suppress
@@ -91,6 +92,17 @@ async def test_a_rule_that_fails_does_not_cost_the_folder(run, monkeypatch, capf
     assert (folder.path / "report.html").exists()
     assert capfd.readouterr().err.count("ZeroDivisionError: a bug of ours") == 1
     assert "parallel3d-station" not in [thread.name for thread in threading.enumerate()]
+
+
+async def test_what_lives_when_ranks_are_ready_is_looked_through_again_only_after_the_run(run):
+    folder, record = run
+    watch = RunWatch(record, folder, None)
+    watch.take(1, {"kind": "ready"})
+    assert gc.get_freeze_count() == 0
+    watch.take(0, {"kind": "ready"})
+    assert gc.get_freeze_count() > 0
+    await complete(folder, record, watch)
+    assert gc.get_freeze_count() == 0
 
 
 async def scraped(endpoint: Endpoint) -> str:
