@@ -129,13 +129,13 @@ class Executor:
         self._is_forward_only = self._num_forward == len(kinds)
         last = {action.stage: action for action in self._column if action.kind in (Kind.B, Kind.W)}
         self._last_backwards = frozenset(last.values())
-        self._gathered = {stage: self._all_but_last(stage) for stage in self.stages}
+        self._gathered = {stage: self._all_but_last_two(stage) for stage in self.stages}
         last_sends = {each.stage: each for column in self.table.columns for each in column if each.kind is Kind.SEND_B}
         self._loss_sends = frozenset(last_sends.values())
         """What the loss goes along with, from the last stage to the first: when a stage sends its last gradients, the
         last stage has all losses, and the others have the gradients that they came with."""
 
-    def _all_but_last(self, stage: int) -> frozenset[int]:
+    def _all_but_last_two(self, stage: int) -> frozenset[int]:
         """A stage's microbatches whose weight gradients may wait for later ones'. The last one finds nothing left to do
         but its own part, for the step's end waits for it."""
         order = [_microbatch(each) for each in self._column if each.stage == stage and each.kind in (Kind.B, Kind.W)]

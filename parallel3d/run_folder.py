@@ -143,7 +143,7 @@ class RunFolder:
             lines, self._lines = self._lines, []
         try:
             if self._events is not None:
-                os.write(self._events, b"".join(lines))
+                _write_all(self._events, b"".join(lines))
         except OSError as error:  # the disk is full: ranks shall not end for that, but who waits for the end is told
             self._error = self._error or error
 
@@ -159,6 +159,7 @@ class RunFolder:
             raise self._error
 
     def _complete(self, record: RunRecord, spans: Mapping[int, list[Span]] | None) -> None:
+        self._append()  # a thread may have had no time yet to ask for it
         if self._events is not None:
             os.close(self._events)
             self._events = None
@@ -172,6 +173,13 @@ class RunFolder:
     def metrics(self, record: RunRecord) -> dict[str, Any]:
         """The content of `metrics.json`."""
         return {"run_id": self.run_id, "run_dir": str(self.path), **record.metrics()}
+
+
+def _write_all(file: int, data: bytes) -> None:
+    """On a disk that is nearly full the system may take a part, and complain only of the rest."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(file, rest) :]
 
 
 def _as_line(fields: dict[str, object]) -> str:

@@ -44,11 +44,15 @@ class RunWatch:
         self._station.on_status.append(log.note_status)
         self._station.set_status(record.status)
         self._record, self._folder = record, folder
+        self._has_frozen = False
 
     def take(self, rank: int, message: Mapping[str, Any]) -> None:
         """A rank's message; never waits."""
-        if message.get("kind") == "ready" and rank == 0:
-            gc.freeze()  # else looking through all that lives, again and again, would take as long as watching itself
+        if message.get("kind") == "ready" and rank == 0 and not self._has_frozen:
+            # Else looking through all that lives, again and again, would take as long as watching itself.
+            gc.collect()
+            gc.freeze()
+            self._has_frozen = True
         self._station.take(rank, message)
 
     @property
@@ -89,7 +93,8 @@ class RunWatch:
 
     async def close(self) -> None:
         """Once the folder is complete."""
-        gc.unfreeze()
+        if self._has_frozen:
+            gc.unfreeze()
         await self._station.close()
         # Its port may soon be somebody else's, who shall not be sent the token.
         await asyncio.to_thread(self._folder.write_endpoints, endpoints(self._folder.run_id, None))

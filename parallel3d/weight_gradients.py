@@ -29,7 +29,7 @@ from runtime.errors import InvalidCall
 Job = Callable[[], None]
 _FEW = 128  # rows whose sum may be a product: of many it would be less exact, and no faster
 _ENOUGH = 64  # rows of a product that takes most of its time to multiply
-_TURNS = 4
+_TURNS = 4  # that Linears take at having enough
 _here: ContextVar[deque[Job] | None] = ContextVar("collected_weight_gradients", default=None)
 _EVERYWHERE = "parallel3d.weight_gradients"
 
@@ -226,15 +226,13 @@ class Gatherer:
     def add(self, own: _Own, gradients: torch.Tensor, inputs: torch.Tensor) -> None:
         rows = self._held.get(own)
         if rows is None:
-            can_wait = gradients.is_cpu and gradients.dtype is own[0].dtype and 2 * len(gradients) <= _ENOUGH
+            gains = gradients.is_cpu and gradients.dtype is own[0].dtype and 2 * len(gradients) <= _ENOUGH
             enough = self._enough(own)
-            if not (self._holds and can_wait) or len(gradients) >= enough:
+            if not (self._holds and gains) or len(gradients) >= enough:
                 _add_linear(own, gradients, inputs)
                 return
             rows = self._held[own] = _Rows(enough)
-        rows.gradients.append(gradients)
-        rows.inputs.append(inputs)
-        rows.num_missing -= len(gradients)
+        rows.take(gradients, inputs)
         if not self._holds or rows.num_missing <= 0:
             self._add(own)
 
@@ -247,8 +245,7 @@ class Gatherer:
         return _ENOUGH * (turn + 1) // _TURNS
 
     def _add(self, own: _Own) -> None:
-        rows = self._held.pop(own)
-        _add_linear(own, torch.cat(rows.gradients), torch.cat(rows.inputs))
+        _add_linear(own, *self._held.pop(own).together())
 
     def add_all(self) -> None:
         """What is held, too, of weights that later microbatches have not used."""
@@ -263,12 +260,29 @@ class Gatherer:
 
 
 class _Rows:
-    __slots__ = ("gradients", "inputs", "num_missing")
+    __slots__ = ("_gradients", "_inputs", "_versions", "num_missing")
 
     def __init__(self, enough: int) -> None:
-        self.gradients: list[torch.Tensor] = []
-        self.inputs: list[torch.Tensor] = []
+        self._gradients: list[torch.Tensor] = []
+        self._inputs: list[torch.Tensor] = []
+        self._versions: list[int] = []
         self.num_missing = enough
+
+    def take(self, gradients: torch.Tensor, inputs: torch.Tensor) -> None:
+        for rows, held in ((gradients, self._gradients), (inputs, self._inputs)):
+            is_part = rows.untyped_storage().nbytes() > rows.nbytes
+            held.append(rows.clone() if is_part else rows)  # else all of it would be kept, and nobody may write to it
+            self._versions.append(held[-1]._version)
+        self.num_missing -= len(gradients)
+
+    def together(self) -> tuple[torch.Tensor, torch.Tensor]:
+        pairs = zip(self._gradients, self._inputs, strict=True)
+        if [rows._version for pair in pairs for rows in pair] != self._versions:
+            raise InvalidCall(
+                "a Linear's input was written over after its backward, and before its weight's gradient was added with "
+                "those of later microbatches: give each microbatch memory of its own."
+            )
+        return torch.cat(self._gradients), torch.cat(self._inputs)
 
 
 _gatherer: ContextVar[Gatherer | None] = ContextVar("gatherer_of_weight_gradients", default=None)

@@ -99,7 +99,6 @@ def decode(data: bytes) -> Message | None:
     return message
 
 
-_room = memoryview(bytearray(MAX_MESSAGE_BYTES))  # one for all: what came is copied before the next one is received
 _TRUNCATED = int(socket.MSG_TRUNC)  # a flag of an enumeration takes microseconds to compare
 
 
@@ -112,6 +111,7 @@ class LauncherControl:
         self.malformed = 0
         self.ended = False
         self.may_have_more = True
+        self._room = memoryview(bytearray(MAX_MESSAGE_BYTES))
 
     def send(self, kind: str, **fields: object) -> bool:
         """Hand one message to the rank; False where it has ended, or reads nothing and its buffer is full."""
@@ -136,7 +136,7 @@ class LauncherControl:
 
     def _record(self) -> bytes | None:
         try:
-            num_bytes, _, flags, _ = self.connection.recvmsg_into([_room])
+            num_bytes, _, flags, _ = self.connection.recvmsg_into([self._room])
         except BlockingIOError:
             return None
         except OSError:
@@ -145,7 +145,7 @@ class LauncherControl:
         if not num_bytes and self._hung_up():
             self.ended = True
             return None
-        return b"" if flags & _TRUNCATED else bytes(_room[:num_bytes])
+        return b"" if flags & _TRUNCATED else bytes(self._room[:num_bytes])
 
     def _hung_up(self) -> bool:
         """An empty record looks like the end of the stream; only the latter hangs up."""

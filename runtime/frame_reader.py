@@ -155,8 +155,8 @@ class FrameReader:
 
     @property
     def num_missing(self) -> int:
-        """Bytes that are needed before anything can be made of them."""
-        return self._need - len(self._held)
+        """Bytes that are still to come of a vector, or are needed before anything can be made of them."""
+        return self._left or self._need - len(self._held)
 
     def feed(self, data: Bytes) -> Iterator[Item]:
         """What these bytes complete. To be exhausted before the data's memory is used again."""

@@ -20,7 +20,8 @@ BUDGET_BYTES = 1 << 20
 RECEIVE_BYTES = 1 << 20
 """Stays in the processor's cache, and is a good part of what one connection can bring at once."""
 _HEAD_BYTES = 4096
-"""Of a worker's link: hardly more than a vector's head, so that the vector itself is received where it belongs."""
+"""Of a worker's link: hardly more than a vector's head, so that the vector itself is received where it belongs. (With
+TLS it is copied anyway, and what is left in small pieces when a connection breaks may be lost.)"""
 CLOSE_SECONDS = 5.0
 """For a peer to take the last words, and to hang up itself."""
 HANDSHAKE_SECONDS = 10.0
@@ -244,11 +245,11 @@ async def connect(
 ) -> Link:
     """A worker's link to the server at HOST[:PORT]. LinkLost where there is none within so many seconds."""
     host, port = split_address(address)
-    shared = buffer or ReceiveBuffer()
+    shared, most_ahead = buffer or ReceiveBuffer(), _HEAD_BYTES if tls is None else RECEIVE_BYTES
     try:
         async with asyncio.timeout(timeout):
             _, link = await asyncio.get_running_loop().create_connection(
-                lambda: Link(FrameReader(Side.WORKER), shared, on_link, budget, _HEAD_BYTES), host, port, ssl=tls
+                lambda: Link(FrameReader(Side.WORKER), shared, on_link, budget, most_ahead), host, port, ssl=tls
             )
     except TimeoutError:
         raise LinkLost(f"{address} did not answer within {timeout:g} s.") from None

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 EXIT_ERROR, EXIT_USAGE = 1, 2
 WIDTH_OF_NO_TERMINAL = 100
-_MOST_CELLS = 1_000_000
 _OPTIONS = {"ranks": "--pp", "microbatches": "--microbatches", "stages": "--virtual-stages"}
+_MOST_CELLS = 1_000_000
 """Stages x microbatches. Nobody looks at more, and it would take all memory."""
 
 

@@ -13,6 +13,7 @@ from parallel3d import weight_gradients
 from parallel3d.executor import Executor
 from parallel3d.schedules.build import build
 from parallel3d.stage import Stage
+from runtime.errors import InvalidCall
 from tests.pipelines import loss, microbatch, one_process, run_step, stage_module
 
 WIDTH = 6
@@ -129,6 +130,37 @@ def test_what_a_failed_step_has_left_is_forgotten(products):
     assert products == []
     backwards(stage, [torch.ones(2, WIDTH)], ())
     assert products == [2, 2]
+
+
+def test_an_input_that_is_written_over_is_refused():
+    """Before, it was done with when its backward ended."""
+
+    class Scratch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.scratch = nn.Linear(WIDTH, WIDTH), torch.zeros(4, WIDTH)
+
+        def forward(self, values):
+            return self.linear(self.scratch.copy_(values))
+
+    stage = Stage(0, 1, Scratch(), splits_backward=True)
+    with pytest.raises(InvalidCall, match="memory of its own"):
+        backwards(stage, [torch.randn(4, WIDTH) for _ in range(4)], range(3))
+
+
+def test_a_part_of_something_larger_does_not_keep_all_of_it():
+    linear = nn.Linear(WIDTH, WIDTH)
+    stage, large = Stage(0, 1, linear, splits_backward=True), torch.randn(2, 1000, WIDTH)
+    stage.begin(range(3))
+    output = stage.forward(0, [large[:, 0]])
+    stage.backward(0, [torch.ones_like(output)])
+    (rows,) = stage._gatherer._held.values()
+    assert [each.untyped_storage().nbytes() for each in rows._inputs] == [2 * WIDTH * 4]
+    large.zero_()  # is the caller's again
+    stage.let_go(0)
+    output = stage.forward(3, [torch.ones(2, WIDTH)])
+    stage.backward(3, [torch.ones_like(output)])
+    assert linear.weight.grad is not None
 
 
 def test_who_wants_to_be_told_is_told_in_the_last_backward():

@@ -78,6 +78,8 @@ class End:
     def __init__(self, link: Link | None = None) -> None:
         self.items: list[Item] = []
         self.data = bytearray()
+        self.homes: list[memoryview] = []
+        """Where vectors are to be received; others come in pieces."""
         self.lost: list[Exception | None] = []
         self.link: Link
         self.told = asyncio.Event()
@@ -87,7 +89,9 @@ class End:
     def take(self, link: Link) -> None:
         self.link, link.on_item, link.on_lost = link, self.on_item, self.on_lost
 
-    def on_item(self, item: Item) -> None:
+    def on_item(self, item: Item) -> memoryview | None:
+        if isinstance(item, VectorBegins) and self.homes:
+            return self.homes.pop(0)
         if isinstance(item, VectorPiece):
             self.data += item.data
         else:
@@ -97,6 +101,7 @@ class End:
         if isinstance(item, JoinRequest):
             self.link.joined(1)
         self.told.set()
+        return None
 
     def on_lost(self, error: Exception | None) -> None:
         self.lost.append(error)
@@ -290,6 +295,42 @@ def test_links_share_one_buffer(run: Run, tls: Tls) -> None:
                 await server.until_has(1_000_000)
                 assert bytes(server.data) == values.tobytes()
                 assert server.link.get_buffer(-1).obj is shared.view.obj
+
+    run(main())
+
+
+def test_vectors_are_received_where_they_belong(run: Run, tls: Tls) -> None:
+    async def main() -> None:
+        async with served(tls=tls[0]) as found:
+            worker, server = await joined(found, tls[1])
+            sent = [numpy.random.default_rng(seed).random(200_000, numpy.float32) for seed in range(3)]
+            homes = [numpy.zeros(200_000, numpy.float32) for _ in range(2)]
+            worker.homes = [memoryview(each).cast("B") for each in homes]
+            for values in sent:
+                server.link.write(*chunk_parts(values))
+            await worker.until_has(sent[2].nbytes)  # for which there is no home
+            for home, values in zip(homes, sent, strict=False):
+                assert home.tobytes() == values.tobytes()
+            assert bytes(worker.data) == sent[2].tobytes()
+
+    run(main())
+
+
+def test_nothing_is_received_in_place_once_a_link_is_closed(run: Run, tls: Tls) -> None:
+    async def main() -> None:
+        async with served(tls=tls[0]) as found:
+            worker, server = await joined(found, tls[1])
+            home, values = numpy.zeros(200_000, numpy.float32), numpy.ones(200_000, numpy.float32)
+            worker.homes = [memoryview(home).cast("B")]
+            head, body = chunk_parts(values)
+            server.link.write(head, body[:100_000])
+            while not home[20_000]:  # noqa: ASYNC110 - memory tells nobody
+                await asyncio.sleep(0.001)
+            worker.link.close()
+            before = home.copy()
+            server.link.write(body[100_000:])
+            await worker.link.closed()
+            assert home.tobytes() == before.tobytes()
 
     run(main())
 
