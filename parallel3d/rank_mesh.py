@@ -24,7 +24,7 @@ from process_groups.topology import Topology
 from runtime.control import rank_control
 from runtime.cores import threads_per_rank
 from runtime.environment import RankEnvironment, read_environment
-from runtime.errors import CommunicationError, Coords, InvalidCall, PeerLost, name_rank
+from runtime.errors import CommunicationError, Coords, InvalidCall, NonFiniteGradient, PeerLost, name_rank
 from runtime.log_context import bind_rank
 from runtime.threads import DaemonThreads
 
@@ -180,7 +180,8 @@ class Mesh:
         formation = self._formation
         assert formation is not None
         try:
-            if error is not None:
+            # All ranks raise that one alike: none waits for this rank, but some may still read why they shall.
+            if error is not None and not isinstance(error, NonFiniteGradient):
                 formation.abort(self._farewell(error))
             await formation.close()
         except BaseException as late:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -12,7 +13,7 @@ import torch
 
 import parallel3d
 from process_groups.tensor_exchange import Outcome, TensorExchange
-from runtime.errors import CommunicationError, DeadlineExceeded, PeerLost
+from runtime.errors import CommunicationError, DeadlineExceeded, NonFiniteGradient, PeerLost
 from tests.ranks import Ranks, Tell, torch_variables
 
 pytestmark = pytest.mark.slow
@@ -128,4 +129,22 @@ async def leave_early(tell: Tell) -> None:
 def test_a_rank_that_leaves_lets_others_read_its_last_part():
     with Ranks(leave_early, torch_variables(2)) as ranks:
         assert [rank.hear() for rank in ranks] == [[3.0], [3.0]]
+        assert [rank.finish() for rank in ranks] == [0, 0]
+
+
+async def raise_what_all_raise(tell: Tell) -> None:
+    with contextlib.suppress(NonFiniteGradient):
+        async with parallel3d.mesh(tp=2, threads=1) as mesh:
+            exchange = mesh.tp.tensor_exchange()
+            exchange.room((1,), torch.float32).fill_(torch.nan)
+            exchange.post(Outcome.TOTAL)
+            if mesh.rank == 0:  # the other has what it needs, and would leave
+                await mesh.compute(time.sleep, 0.5)
+            tell(exchange.result().isnan().tolist())
+            raise NonFiniteGradient("the sum is not a number", ranks=(0,))
+
+
+def test_a_rank_that_raises_what_all_will_lets_them_read_why():
+    with Ranks(raise_what_all_raise, torch_variables(2)) as ranks:
+        assert [rank.hear() for rank in ranks] == [[True], [True]]
         assert [rank.finish() for rank in ranks] == [0, 0]
