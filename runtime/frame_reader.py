@@ -93,6 +93,7 @@ class FrameReader:
         "_error",
         "_hash",
         "_head",
+        "_head_bytes",
         "_held",
         "_is_first",
         "_item_bytes",
@@ -119,7 +120,7 @@ class FrameReader:
         self._is_first = True
         self._held = bytearray()
         self._left = 0  # bytes of the vector that are still to come
-        self._offset = self._item_bytes = 0
+        self._offset = self._item_bytes = self._head_bytes = 0
         self._hash: xxhash.xxh3_64 | None = None
         self._target: memoryview | None = None
         """Where the rest of the vector is written to, instead of being handed on."""
@@ -154,9 +155,23 @@ class FrameReader:
         return self._target if self._left else None
 
     @property
-    def num_missing(self) -> int:
-        """Bytes that are still to come of a vector, or are needed before anything can be made of them."""
-        return self._left or self._need - len(self._held)
+    def num_wanted(self) -> int:
+        """Bytes up to where the next vector begins, if it comes next and its head is as long as this one's; else those
+        that are needed before anything can be made of them."""
+        return self._left + self._need + self._head_bytes if self._left else self._need - len(self._held)
+
+    @property
+    def num_split(self) -> int:
+        """Bytes of an element whose rest is still to come."""
+        return len(self._held) if self._left else 0
+
+    def take_split(self) -> bytes:
+        """Those bytes: they are to be fed again, in front of the rest."""
+        split = bytes(self._held[: self.num_split])
+        if split:
+            self._held.clear()
+            self._left += len(split)
+        return split
 
     def feed(self, data: Bytes) -> Iterator[Item]:
         """What these bytes complete. To be exhausted before the data's memory is used again."""
@@ -177,6 +192,8 @@ class FrameReader:
             raise
 
     def _items(self, data: memoryview) -> Iterator[Item]:
+        if self.num_split:
+            data = memoryview(self.take_split() + bytes(data))
         at, end, held = 0, len(data), self._held
         while at < end:
             if self._left:
@@ -207,28 +224,16 @@ class FrameReader:
 
     def _pieces(self, data: memoryview) -> Items:
         """Whole elements of the vector's next bytes; a split one is held until its rest comes."""
-        if self._hash is not None:
-            self._hash.update(data)
-        pieces = []
-        if self._held:
-            missing = self._item_bytes - len(self._held)
-            self._held += data[:missing]
-            data = data[missing:]
-            if len(self._held) < self._item_bytes:
-                return ()
-            pieces.append(self._piece(memoryview(bytes(self._held))))
-            self._held.clear()
         num_split = len(data) % self._item_bytes
         if num_split:
             self._held += data[-num_split:]
             data = data[:-num_split]
-        if data:
-            pieces.append(self._piece(data))
-        return pieces
-
-    def _piece(self, data: memoryview) -> VectorPiece:
+        if not data:
+            return ()
+        if self._hash is not None:
+            self._hash.update(data)
         offset, self._offset = self._offset, self._offset + len(data)
-        return VectorPiece(offset, data)
+        return (VectorPiece(offset, data),)
 
     def _next_frame(self) -> None:
         self._held.clear()
@@ -283,6 +288,7 @@ class FrameReader:
             return ()
         values, count = self._layout.take_head(bytes(self._held))
         num_bytes = self._length - self._need
+        self._head_bytes = LENGTH_BYTES + self._need
         self._held.clear()
         return self._begin_chunk(values, num_bytes) if count is None else self._begin_vector(values, count, num_bytes)
 

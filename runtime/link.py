@@ -13,15 +13,15 @@ from typing import TypeAlias, cast
 from runtime.errors import InvalidCall, Parallel3DError
 from runtime.frame_reader import FrameReader, Item
 from runtime.frame_rules import Side
-from runtime.wire import DEFAULT_PORT, Bytes, WireError
+from runtime.wire import DEFAULT_PORT, MAX_CHUNK, Bytes, WireError
 
 BUDGET_BYTES = 1 << 20
 """Of what waits to be sent; `drain` holds the writer back while there is more."""
-RECEIVE_BYTES = 1 << 20
-"""Stays in the processor's cache, and is a good part of what one connection can bring at once."""
 _HEAD_BYTES = 4096
-"""Of a worker's link: hardly more than a vector's head, so that the vector itself is received where it belongs. (With
+"""Where a vector may begin: hardly more than its head, so that the vector itself is received where it belongs. (With
 TLS it is copied anyway, and what is left in small pieces when a connection breaks may be lost.)"""
+RECEIVE_BYTES = MAX_CHUNK + _HEAD_BYTES
+"""A whole chunk, and the head of the next: hardly more stays in the processor's cache."""
 CLOSE_SECONDS = 5.0
 """For a peer to take the last words, and to hang up itself."""
 HANDSHAKE_SECONDS = 10.0
@@ -178,7 +178,8 @@ class Link(asyncio.BufferedProtocol):
         self._is_in_place = room is not None
         if room is not None:
             return room
-        return self._buffer.view[: max(self._most_ahead, self._reader.num_missing)]
+        begin = self._reader.num_split  # what is split begins there, so that elements lie at even addresses
+        return self._buffer.view[begin : begin + max(self._most_ahead, self._reader.num_wanted)]
 
     def buffer_updated(self, nbytes: int) -> None:
         self.bytes_in += nbytes
@@ -187,7 +188,7 @@ class Link(asyncio.BufferedProtocol):
             return
         reader = self._reader
         try:
-            for item in reader.wrote(nbytes) if self._is_in_place else reader.feed(self._buffer.view[:nbytes]):
+            for item in reader.wrote(nbytes) if self._is_in_place else reader.feed(self._received(nbytes)):
                 target = self.on_item(item)
                 if target is not None:
                     reader.receive_into(target)
@@ -197,6 +198,11 @@ class Link(asyncio.BufferedProtocol):
             self._end(error, self.close)
         except Exception as error:
             self._end(error, self.abort)
+
+    def _received(self, nbytes: int) -> memoryview:
+        view, split = self._buffer.view, self._reader.take_split()
+        view[: len(split)] = split
+        return view[: len(split) + nbytes]
 
     def _end(self, error: Exception, hang_up: Callable[[], None]) -> None:
         try:
@@ -245,7 +251,7 @@ async def connect(
 ) -> Link:
     """A worker's link to the server at HOST[:PORT]. LinkLost where there is none within so many seconds."""
     host, port = split_address(address)
-    shared, most_ahead = buffer or ReceiveBuffer(), _HEAD_BYTES if tls is None else RECEIVE_BYTES
+    shared, most_ahead = buffer or ReceiveBuffer(), _most_ahead(tls)
     try:
         async with asyncio.timeout(timeout):
             _, link = await asyncio.get_running_loop().create_connection(
@@ -277,14 +283,18 @@ async def serve(
     budget: int = BUDGET_BYTES,
 ) -> asyncio.Server:
     """Give each connection that comes, after its TLS handshake, to `on_link`. All share one buffer."""
-    shared = buffer or ReceiveBuffer()
+    shared, most_ahead = buffer or ReceiveBuffer(), _most_ahead(tls)
     return await asyncio.get_running_loop().create_server(
-        lambda: Link(FrameReader(Side.SERVER, versions=versions), shared, on_link, budget),
+        lambda: Link(FrameReader(Side.SERVER, versions=versions), shared, on_link, budget, most_ahead),
         sock=listener,
         ssl=tls,
         backlog=_BACKLOG,
         ssl_handshake_timeout=HANDSHAKE_SECONDS if tls is not None else None,
     )
+
+
+def _most_ahead(tls: ssl.SSLContext | None) -> int:
+    return _HEAD_BYTES if tls is None else RECEIVE_BYTES
 
 
 def _ignore(_: object) -> None:

@@ -23,7 +23,7 @@ from runtime.processes import marked
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "PARALLEL3D_TEST_MARK"
-SECONDS = 30.0  # a deadline, not an expectation: most waits end within milliseconds
+SECONDS = 60.0  # a deadline, not an expectation: most waits end within milliseconds
 
 
 class Stream:
