@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeAlias
 
 import numpy
@@ -26,12 +27,15 @@ class Arithmetic:
 
     def is_finite(self, values: Array, dtype: Dtype) -> bool:
         """Whether none of them is NaN or infinite."""
-        if dtype not in _INFINITY:  # NaN is the greatest and the least of any
-            return not len(values) or bool(numpy.isfinite(values.max()) and numpy.isfinite(values.min()))
         for part in _parts(len(values)):
-            bits = values[part].view(numpy.uint16)
-            if numpy.bitwise_and(bits, 0x7FFF, out=self._bits[: len(bits)]).max() >= _INFINITY[dtype]:
-                return False
+            if dtype in _INFINITY:
+                bits = values[part].view(numpy.uint16)
+                if numpy.bitwise_and(bits, 0x7FFF, out=self._bits[: len(bits)]).max() >= _INFINITY[dtype]:
+                    return False
+            else:  # NaN is the greatest and the least of any
+                extremes = numpy.maximum.reduce(values[part]), numpy.minimum.reduce(values[part])
+                if not all(map(math.isfinite, extremes)):
+                    return False
         return True
 
     def assign(self, sums: Array, values: Array, weight: int, dtype: Dtype) -> None:

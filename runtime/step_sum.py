@@ -177,22 +177,31 @@ class StepSum:
             raise GradientRefused(
                 Reason.WRONG_LENGTH, f"{_name(key)}: elements {offset} to {end} after {at} of {most}.", worker
             )
-        if self._weights[worker]:
-            if not self._arithmetic.is_finite(values, shape.dtype):
-                raise GradientRefused(Reason.NOT_FINITE, f"{_name(key)} from element {offset} on.", worker)
-            self._sum(key_sum, worker, offset, values)
+        weight = self._weights[worker]
+        if weight and not self._arithmetic.is_finite(values, shape.dtype):
+            raise GradientRefused(Reason.NOT_FINITE, f"{_name(key)} from element {offset} on.", worker)
         key_sum.positions[worker] = end
-        self._average(key_sum)
+        if weight:
+            self._sum(key_sum, offset, values, weight)
+        else:
+            self._average(key_sum)
 
-    def _sum(self, key_sum: _KeySum, worker: int, offset: int, values: Array) -> None:
-        weight, end = self._weights[worker], offset + len(values)
-        others = min((key_sum.positions.get(other, 0) for other in self._weights if other != worker), default=end)
-        last = min(end, max(others, offset))  # up to here nobody else is missing
-        edges = sorted({offset, last, end, min(end, max(offset, key_sum.reached))})
+    def _sum(self, key_sum: _KeySum, offset: int, values: Array, weight: int) -> None:
+        end, reached = offset + len(values), key_sum.reached
+        last = max(offset, self._whole(key_sum))  # up to here nobody is missing any more
+        edges = (offset, end)
+        if offset < last < end or offset < reached < end:
+            edges = tuple(sorted({offset, last, end, min(end, max(offset, reached))}))
         for begin, stop in pairwise(edges):
             self._sum_alike(key_sum, begin, stop, values[begin - offset : stop - offset], weight, is_last=stop <= last)
-        key_sum.reached = max(key_sum.reached, end)
-        key_sum.averaged = max(key_sum.averaged, last if last > offset else 0)
+        key_sum.reached = max(reached, end)
+        if last > offset:
+            key_sum.averaged = last
+
+    def _whole(self, key_sum: _KeySum) -> int:
+        """Up to where all workers have sent."""
+        positions = key_sum.positions
+        return min(positions.values()) if len(positions) == len(self._weights) else 0
 
     def _sum_alike(self, key_sum: _KeySum, begin: int, stop: int, values: Array, weight: int, *, is_last: bool) -> None:
         """Elements that are all the first, all between, or all the last to come."""
@@ -208,7 +217,7 @@ class StepSum:
 
     def _average(self, key_sum: _KeySum) -> None:
         """What was complete before the last worker came: without samples of its own, or because somebody left."""
-        begin, end = key_sum.averaged, min(key_sum.positions.get(worker, 0) for worker in self._weights)
+        begin, end = key_sum.averaged, self._whole(key_sum)
         if end > begin:
             memory = key_sum.memory
             self._arithmetic.average(
