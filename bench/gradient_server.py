@@ -6,8 +6,9 @@ python bench/gradient_server.py [--json] [--quick]
    bytes and sends as many back (bench/serving/relay.py); the server with workers of version 1; with those of version 2,
    which also compare checksums. Bytes there and back a second.
 2. The most memory that the server's whole process had, with 2, 8 and 32 workers.
-3. What a step of three workers takes, from the first byte of its gradients until all but the slow one have the average,
-   while 1,000 connections are open that say nothing and one of the three reads slowly, beside the same without them.
+3. What a step of three workers takes, from the first byte of its gradients until the other two have the average, while
+   1,000 connections are open that say nothing and one of the three reads slowly; in turns with the same without them,
+   where that one reads at once and then pauses. (A step after a pause takes longer, whoever made the pause.)
 """
 
 from __future__ import annotations
@@ -37,8 +38,6 @@ class Settings(NamedTuple):
     size: int
     steps: int
     rounds: int
-    is_together: bool = False
-    """Whether all wait for each other before each step."""
 
 
 # One turn.
@@ -81,7 +80,7 @@ class Server:
 @contextmanager
 def workers_of(kinds: Sequence[str], port: int, settings: Settings) -> Iterator[list[subprocess.Popen[str]]]:
     """One of each kind, all connected, and waiting for a line."""
-    rest = (str(settings.size), str(settings.steps), str(int(settings.is_together)))
+    rest = (str(settings.size), str(settings.steps))
     workers = [
         subprocess.Popen(
             [sys.executable, str(FOLDER / "worker.py"), kind, "127.0.0.1", str(port), str(number), *rest],
@@ -107,30 +106,25 @@ def _line_of(worker: subprocess.Popen[str]) -> str:
     return worker.stdout.readline()
 
 
-class Moments(NamedTuple):
-    """Of each worker, by step."""
-
-    begun: list[list[float]]
-    ended: list[list[float]]
-
-
-def moments_of(workers: Sequence[subprocess.Popen[str]], settings: Settings) -> Moments:
-    """Let them begin, and wait until all have made their steps. They stay connected."""
+def ends_of(workers: Sequence[subprocess.Popen[str]]) -> list[float]:
+    """Let them begin, and wait until all have made their steps: when each step had ended. They stay connected."""
     _start(workers)
-    for _ in range(settings.steps if settings.is_together else 0):
-        if any(_line_of(worker) != "ready\n" for worker in workers):
-            raise RuntimeError("a worker failed")
-        _start(workers)
-    found = [[float(word) for word in _line_of(worker).split()] for worker in workers]
-    if not all(found):
+    found = [_numbers_of(worker)[1::2] for worker in workers]
+    return [max(step) for step in zip(*found, strict=True)]
+
+
+def _numbers_of(worker: subprocess.Popen[str]) -> list[float]:
+    found = [float(word) for word in _line_of(worker).split()]
+    if not found:
         raise RuntimeError("a worker failed")
-    return Moments([each[::2] for each in found], [each[1::2] for each in found])
+    return found
 
 
-def _start(workers: Sequence[subprocess.Popen[str]]) -> None:
-    for worker in workers:
+def _start(workers: Sequence[subprocess.Popen[str]], last: str = "") -> None:
+    """With a word for the last."""
+    for number, worker in enumerate(workers, 1):
         assert worker.stdin is not None
-        worker.stdin.write("\n")
+        worker.stdin.write(last * (number == len(workers)) + "\n")
         worker.stdin.flush()
 
 
@@ -145,7 +139,7 @@ def take_turn(kind: str, settings: Settings) -> Turn:
         Server(kind, settings.workers, settings.size) as server,
         workers_of([kind] * settings.workers, server.port, settings) as workers,
     ):
-        ends = [max(step) for step in zip(*moments_of(workers, settings).ended, strict=True)]
+        ends = ends_of(workers)
         return Turn(median([after - before for before, after in pairwise(ends)]), server.most_memory)
 
 
@@ -181,27 +175,29 @@ def memories(size: int, crowds: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def crowded(settings: Settings) -> dict[str, Any]:
-    """What a step takes from its first gradient's first byte until all others have the average, with many who are idle
-    and one who reads slowly. All begin a step together, or the slow one would hold up the next by coming late."""
+    """What a step takes from its first gradient's first byte until all but the last worker have the average, with many
+    who are idle and a last one who reads slowly. All begin a step together, or he would hold up the next by coming
+    late."""
     seconds: dict[bool, list[float]] = {False: [], True: []}
-    for number in range(settings.rounds):
-        for is_crowded in (False, True) if number % 2 else (True, False):
-            seconds[is_crowded].append(_step_seconds(settings, is_crowded))
-    ratios = [crowd / alone for alone, crowd in zip(seconds[False], seconds[True], strict=True)]
-    return {"seconds": {str(key): median(each) for key, each in seconds.items()}, "ratio": median(ratios), "idle": IDLE}
-
-
-def _step_seconds(settings: Settings, is_crowded: bool) -> float:
-    kinds = ["v1"] * (settings.workers - 1) + ["slow" if is_crowded else "v1"]
     with (
         Server("v1", settings.workers, settings.size) as server,
-        idle_connections(server.port, IDLE if is_crowded else 0),
-        workers_of(kinds, server.port, settings) as workers,
+        workers_of(["told"] * settings.workers, server.port, settings) as workers,
     ):
-        found = moments_of(workers, settings)
-        begun = [min(step) for step in zip(*found.begun, strict=True)]
-        ended = [max(step) for step in zip(*found.ended[:-1], strict=True)]  # but the last, who may be slow
-        return median([end - start for start, end in zip(begun[1:], ended[1:], strict=True)])
+        for number in range(2 * settings.rounds):
+            is_crowded = number % 2 == 1
+            with idle_connections(server.port, IDLE if is_crowded else 0):
+                found = [_step_seconds(workers, "slow" if is_crowded else "late") for _ in range(settings.steps)]
+            seconds[is_crowded] += found[1:]  # in the first, connections may still be opened and closed
+    alone, crowd = median(seconds[False]), median(seconds[True])
+    return {"seconds": alone, "seconds_in_a_crowd": crowd, "ratio": crowd / alone, "idle": IDLE, **settings._asdict()}
+
+
+def _step_seconds(workers: Sequence[subprocess.Popen[str]], last: str) -> float:
+    _start(workers, last)
+    found = [_numbers_of(worker) for worker in workers]
+    if any(_line_of(worker) != "ready\n" for worker in workers):
+        raise RuntimeError("a worker failed")
+    return max(ended for _, ended in found[:-1]) - min(begun for begun, _ in found)
 
 
 @contextmanager
@@ -241,11 +237,11 @@ def main() -> None:
     if chosen.quick:
         speed = speeds(Settings(workers=2, size=4 * MIB, steps=4, rounds=1))
         memory = memories(4 * MIB, CROWDS[:1])
-        crowd = crowded(Settings(workers=3, size=MIB, steps=4, rounds=1, is_together=True))
+        crowd = crowded(Settings(workers=3, size=MIB, steps=4, rounds=1))
     else:
         speed = speeds(Settings(workers=8, size=64 * MIB, steps=5, rounds=7))
         memory = memories(64 * MIB, CROWDS)
-        crowd = crowded(Settings(workers=3, size=16 * MIB, steps=12, rounds=7, is_together=True))
+        crowd = crowded(Settings(workers=3, size=16 * MIB, steps=8, rounds=12))
     show({"speed": speed, "memory": memory, "crowded": crowd}, lines_of(speed, memory, crowd), chosen.json)
 
 

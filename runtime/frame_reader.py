@@ -166,7 +166,7 @@ class FrameReader:
         return len(self._held) if self._left else 0
 
     def take_split(self) -> bytes:
-        """Those bytes: they are to be fed again, in front of the rest."""
+        """Those bytes, to be fed again in front of the rest; then they make no piece of their own."""
         split = bytes(self._held[: self.num_split])
         if split:
             self._held.clear()
@@ -175,7 +175,7 @@ class FrameReader:
 
     def feed(self, data: Bytes) -> Iterator[Item]:
         """What these bytes complete. To be exhausted before the data's memory is used again."""
-        return self._keeping_errors(self._items(memoryview(data)))
+        return self._keeping_errors(self._after_split(memoryview(data)))
 
     def wrote(self, num_bytes: int) -> Iterator[Item]:
         """What is complete with so many bytes that were written to `room`."""
@@ -191,9 +191,16 @@ class FrameReader:
             self._held, self._head, self._target = bytearray(), None, None
             raise
 
-    def _items(self, data: memoryview) -> Iterator[Item]:
+    def _after_split(self, data: memoryview) -> Iterator[Item]:
+        """As `_items`, but where an element is split, it is a piece of its own: to put it in front of the data, all of
+        that would be copied."""
         if self.num_split:
-            data = memoryview(self.take_split() + bytes(data))
+            missing = self._item_bytes - self.num_split
+            yield from self._items(memoryview(self.take_split() + bytes(data[:missing])))
+            data = data[missing:]
+        yield from self._items(data)
+
+    def _items(self, data: memoryview) -> Iterator[Item]:
         at, end, held = 0, len(data), self._held
         while at < end:
             if self._left:

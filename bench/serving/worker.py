@@ -1,10 +1,10 @@
 """A worker of bench/gradient_server.py: moves the same bytes in each step, and computes nothing.
 
-python worker.py KIND HOST PORT NUMBER BYTES STEPS TOGETHER: says `ready`, waits for a line, then says when it began to
-send each step's bytes, and when it had all of those that came back, as seconds of time.monotonic; and stays until its
-input ends. TOGETHER 1: it says `ready` and waits before each step, too.
-KIND: plain (to the relay), v1 (version 1 of the wire, byte by byte), slow (the same, and reads slowly), v2 (the client
-that users have).
+python worker.py KIND HOST PORT NUMBER BYTES STEPS: says `ready`, waits for a line, then says when it began to send each
+step's bytes, and when it had all of those that came back, as seconds of time.monotonic; and stays until its input ends.
+KIND: plain (to the relay), v1 (version 1 of the wire, byte by byte), v2 (the client that users have), told (as v1, but
+waits and says so before and after each step, for as long as there are lines; one that says `slow` has it read slowly,
+and one that says `late` pause for as long as that takes).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
 
 _SLOW_BYTES, _SLOW_SECONDS = 256 << 10, 0.005  # what a slow one reads at a time, and how long it waits then
 _GRADIENT, _AVERAGE, _ASSIGNMENT, _BEAT = 4, 5, 3, 6
@@ -98,28 +97,48 @@ class VersionOne(Plain):
         return bytes([tag]) + self._exactly(length - 1)
 
 
-class Slow(VersionOne):
-    """Reads its average slowly."""
+class Told(VersionOne):
+    """Reads its average slowly, or at once and then pauses: whatever a step after a pause takes longer, it does so with
+    both."""
+
+    pace = ""
+
+    def take(self) -> None:
+        super().take()
+        if self.pace == "late":
+            time.sleep(len(self._back) // _SLOW_BYTES * _SLOW_SECONDS)
 
     def _take(self, room: memoryview) -> None:
-        while len(room) > _SLOW_BYTES:
+        while self.pace == "slow" and len(room) >= _SLOW_BYTES:
             super()._take(room[:_SLOW_BYTES])
             room = room[_SLOW_BYTES:]
             time.sleep(_SLOW_SECONDS)
         super()._take(room)
 
 
-def moments(worker: Plain, steps: int, is_together: bool) -> list[float]:
-    found = []
+def take_step(worker: Plain) -> tuple[float, float]:
+    """When it began and when it had all."""
+    begun = time.monotonic()
+    worker.send()
+    worker.take()
+    return begun, time.monotonic()
+
+
+def take_steps(worker: Plain, steps: int) -> None:
+    wait_for_start()
+    found: list[float] = []
     for _ in range(steps):
         worker.begin()
-        if is_together:
-            wait_for_start()
-        found.append(time.monotonic())
-        worker.send()
-        worker.take()
-        found.append(time.monotonic())
-    return found
+        found += take_step(worker)
+    tell(found)
+
+
+def take_steps_as_told(worker: Told) -> None:
+    worker.begin()
+    while line := wait_for_start():
+        worker.pace = line.strip()
+        print(*take_step(worker), flush=True)
+        worker.begin()
 
 
 def run_version_two(address: tuple[str, int], number: int, num_bytes: int, steps: int) -> None:
@@ -143,9 +162,9 @@ def run_version_two(address: tuple[str, int], number: int, num_bytes: int, steps
     run(main)
 
 
-def wait_for_start() -> None:
+def wait_for_start() -> str:
     print("ready", flush=True)
-    sys.stdin.readline()
+    return sys.stdin.readline()
 
 
 def tell(found: list[float]) -> None:
@@ -156,14 +175,14 @@ def tell(found: list[float]) -> None:
 
 def main() -> None:
     kind, host, *numbers = sys.argv[1:]
-    port, number, num_bytes, steps, is_together = map(int, numbers)
-    kinds: dict[str, Callable[[tuple[str, int], int, int], Plain]] = {"plain": Plain, "v1": VersionOne, "slow": Slow}
+    port, number, num_bytes, steps = map(int, numbers)
     if kind == "v2":
         run_version_two((host, port), number, num_bytes, steps)
+    elif kind == "told":
+        take_steps_as_told(Told((host, port), number, num_bytes))
     else:
-        worker = kinds[kind]((host, port), number, num_bytes)
-        wait_for_start()
-        tell(moments(worker, steps, bool(is_together)))
+        make = Plain if kind == "plain" else VersionOne
+        take_steps(make((host, port), number, num_bytes), steps)
 
 
 if __name__ == "__main__":
