@@ -232,7 +232,7 @@ def lines_of(results: list[dict[str, Any]], record: float) -> list[str]:
 
 def main() -> None:
     chosen = options(__doc__)
-    rounds, pairs = (1, 20) if chosen.quick else (7, 500)
+    rounds, pairs = (1, 20) if chosen.quick else (7, 1500)
     record = record_seconds()
     results = [measure(case, rounds, pairs) for case in CASES]
     show({"record_seconds": record, "cases": results}, lines_of(results, record), chosen.json)

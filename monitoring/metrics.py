@@ -6,7 +6,7 @@ import platform
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from typing import Any
@@ -161,8 +161,9 @@ def _lag(ranks: Mapping[int, LagHistogram]) -> Iterator[Metric]:
     yield _numbers("event_loop_lag_worst_seconds", [((rank,), each.worst) for rank, each in sorted(ranks.items())])
 
 
+@cache
 def _torch_version() -> str:
-    """Without importing it, which takes seconds."""
+    """Without importing it, which takes seconds; asked once, for a package's facts are read from a file."""
     try:
         return version("torch")
     except PackageNotFoundError:

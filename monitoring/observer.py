@@ -33,7 +33,7 @@ from monitoring.window import LatestSteps
 
 MOST_STEPS, MOST_LOGS = 10_000, 1000
 RULES_SECONDS = 1.0
-RULES_SHARE = 0.0005
+RULES_SHARE = 0.00025
 """Of a core that rules may take: they simulate pipelines, and ranks want the cores."""
 _MOST_AHEAD = 256  # steps whose parts are known before rank 0 has told of them
 _QUEUE_REPORTS = 20

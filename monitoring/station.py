@@ -22,7 +22,7 @@ T = TypeVar("T")
 MOST_BYTES = 32 << 20
 """Of messages that wait: a minute's of eight busy ranks."""
 _MESSAGE_BYTES = 512  # of one without its texts, about
-_PAUSE = 0.5  # seconds: messages that come meanwhile are taken together, for the price of one wake-up
+_PAUSE = 1.0  # seconds: messages that come meanwhile are taken together, for the price of one wake-up
 _AT_ONCE = 64  # messages, then whoever asks is answered
 
 Message = Mapping[str, Any]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from monitoring.station import Station
 
 Json = dict[str, Any]
-_PIPELINE_SHARE = 0.001
+_PIPELINE_SHARE = 0.00025
 """Of a core that drawing pipelines may take: a large one is simulated less often than once a second."""
 
 

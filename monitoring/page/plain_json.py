@@ -11,13 +11,9 @@ from typing import Any
 def to_text(document: Any) -> str:
     """On one line. Numbers that JSON does not have become null; what is no JSON value is written as text."""
     try:
-        return _dump(document)
+        return _encode(document)
     except ValueError:  # such a number is rare, and a look at every value takes longer than to write it
-        return _dump(_plain(document))
-
-
-def _dump(document: Any) -> str:
-    return json.dumps(document, separators=(",", ":"), allow_nan=False, default=_plain_or_text)
+        return _encode(_plain(document))
 
 
 def _plain_or_text(value: Any) -> Any:
@@ -32,3 +28,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     return value
+
+
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=_plain_or_text).encode
