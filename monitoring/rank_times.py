@@ -17,7 +17,7 @@ Message = tuple[int, int, int]
 _BY_START = itemgetter(Event._fields.index("start"))
 # As plain numbers: members of an enumeration are looked up each time, and this is done for every event of a run.
 _STEP, _COLLECTIVE = int(What.STEP), int(What.COLLECTIVE)
-_F, _W, _REDUCE_GRAD = int(What.F), int(What.W), int(What.REDUCE_GRAD)
+_F, _W, _REDUCE_GRAD, _REDUCE, _MEET = map(int, (What.F, What.W, What.REDUCE_GRAD, What.REDUCE, What.MEET))
 _AXES = tuple(map(int, Axis))
 _COLUMNS: dict[int, int] = {What.F: 0, What.B: 1, What.I: 1, What.W: 2}
 _SENDERS: dict[int, tuple[int, int]] = {What.RECV_F: (int(What.SEND_F), -1), What.RECV_B: (int(What.SEND_B), 1)}
@@ -116,8 +116,8 @@ class RankTimes:
                 receives.append(((sender, stage + further, microbatch), (start, end), worked))
                 if worked:  # weight parts that were waiting for a moment like this
                     wall, used, cpu_time = wall + worked, used + worked, cpu_time + worked
-                    stages.setdefault(stage, [0.0, 0.0, 0.0])[_COLUMNS[What.W]] += worked
-            elif what == What.REDUCE:
+                    stages.setdefault(stage, [0.0, 0.0, 0.0])[_COLUMNS[_W]] += worked
+            elif what == _REDUCE:
                 self.meetings[Axis.DP if axis == Axis.WORLD else axis].append((start, end))
             else:
                 if what in SENDS and event.calls:
@@ -133,5 +133,5 @@ class RankTimes:
             self.parts[_PART_OF[what]] += end - start
             if what in SENDS:
                 self.sends[what, stage, microbatch] = start
-        elif what == What.MEET:
+        elif what == _MEET:
             self.meetings[Axis.WORLD].append((start, end))

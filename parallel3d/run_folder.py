@@ -182,11 +182,14 @@ def _write_all(file: int, data: bytes) -> None:
         rest = rest[os.write(file, rest) :]
 
 
+_encode = json.JSONEncoder(default=repr, allow_nan=False).encode
+
+
 def _as_line(fields: dict[str, object]) -> str:
     try:
-        return json.dumps(fields, default=repr, allow_nan=False) + "\n"
+        return _encode(fields) + "\n"
     except ValueError:  # JSON has no NaN, but a user's log record may
-        return json.dumps(_without_nan(fields), default=repr) + "\n"
+        return _encode(_without_nan(fields)) + "\n"
 
 
 def _without_nan(value: Any) -> Any:

@@ -48,17 +48,17 @@ def batch_of(coordinator: Coordinator) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Switch:
-    """Turns recording off and on as `monitoring.enabled` does, in one coordinator: two would have their weights in
-    different places, and one of them may be faster by more than what is measured here."""
+    """Turns recording off and on as `monitoring.enabled` does, in one coordinator and executor: two would have weights
+    and messages in different places, and one of them may be faster by more than what is measured here."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator, self._recorder = coordinator, coordinator.recorder
-        table = coordinator._part.blueprint.table
-        self._executors = {True: coordinator._executor, False: coordinator._make_executor(table)}
+        silent = coordinator._make_executor(coordinator._part.blueprint.table)
+        self._processors = {True: coordinator._executor._processor, False: silent._processor}
 
     def turn(self, on: bool) -> None:
-        coordinator, recorder = self._coordinator, self._recorder if on else None
-        coordinator._executor = self._executors[on]
+        coordinator, executor, recorder = self._coordinator, self._coordinator._executor, self._recorder if on else None
+        executor._recorder, executor._processor = recorder, self._processors[on]
         coordinator.recorder = coordinator._events.recorder = coordinator.mesh.collectives.events_into = recorder
 
 
