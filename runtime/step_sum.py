@@ -189,7 +189,7 @@ class StepSum:
     def _sum(self, key_sum: _KeySum, offset: int, values: Array, weight: int) -> None:
         end, reached = offset + len(values), key_sum.reached
         last = max(offset, self._whole(key_sum))  # up to here nobody is missing any more
-        edges = (offset, end)
+        edges: tuple[int, ...] = (offset, end)
         if offset < last < end or offset < reached < end:
             edges = tuple(sorted({offset, last, end, min(end, max(offset, reached))}))
         for begin, stop in pairwise(edges):
