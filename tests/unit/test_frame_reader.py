@@ -259,6 +259,18 @@ def test_a_split_element_is_carried_over() -> None:
     assert found == [[], [], [(0, one), (4, two)], [(8, three)]]
 
 
+def test_a_split_element_can_be_fed_again_in_front_of_its_rest() -> None:
+    frame = encode(AveragedGradient(7, floats(1.0, 2.0, 3.0), 0.25))
+    reader = after_join(1, Side.WORKER)
+    put_pieces_by(reader.feed(frame[:27]))
+    assert (reader.num_split, reader.num_wanted) == (2, 6 + 4 + 21), "the vector, its tail, and a head like this one's"
+    split = reader.take_split()
+    assert (split, reader.num_split) == (frame[25:27], 0)
+    (piece,) = reader.feed(split + frame[27:33])
+    assert isinstance(piece, VectorPiece)
+    assert (piece.offset_bytes, bytes(piece.data)) == (4, floats(2.0, 3.0).tobytes())
+
+
 @pytest.mark.parametrize("codec", Codec)
 @pytest.mark.parametrize("fed_at_once", [1, 7, 30, 4096])
 def test_a_vector_is_received_where_its_taker_wants_it(codec: Codec, fed_at_once: int) -> None:

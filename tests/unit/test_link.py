@@ -78,6 +78,8 @@ class End:
     def __init__(self, link: Link | None = None) -> None:
         self.items: list[Item] = []
         self.data = bytearray()
+        self.pieces: list[tuple[int, int]] = []
+        """Where each began in its vector, and in memory."""
         self.homes: list[memoryview] = []
         """Where vectors are to be received; others come in pieces."""
         self.lost: list[Exception | None] = []
@@ -94,6 +96,7 @@ class End:
             return self.homes.pop(0)
         if isinstance(item, VectorPiece):
             self.data += item.data
+            self.pieces.append((item.offset_bytes, numpy.frombuffer(item.data, numpy.uint8).ctypes.data))
         else:
             self.items.append(item)
         if isinstance(item, Hello | Challenge):
@@ -295,6 +298,25 @@ def test_links_share_one_buffer(run: Run, tls: Tls) -> None:
                 await server.until_has(1_000_000)
                 assert bytes(server.data) == values.tobytes()
                 assert server.link.get_buffer(-1).obj is shared.view.obj
+
+    run(main())
+
+
+def test_elements_lie_at_even_addresses_however_they_come(run: Run, tls: Tls) -> None:
+    async def main() -> None:
+        async with served(tls=tls[0], buffer=ReceiveBuffer(10_000)) as found:
+            worker, server = await joined(found, tls[1])
+            values = numpy.random.default_rng(0).random(100_000, numpy.float32)
+            head, body = chunk_parts(values)
+            worker.link.write(head)
+            for begin in range(0, len(body), 4999):
+                worker.link.write(body[begin : begin + 4999])
+                await asyncio.sleep(0)
+            await server.until_has(values.nbytes)
+            assert bytes(server.data) == values.tobytes()
+            inside = [address for offset, address in server.pieces if offset]
+            assert len(inside) > 30
+            assert all(address % 4 == 0 for address in inside)
 
     run(main())
 
