@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 from common import median, options, show, wanted
-from watching.rank import TURN_SECONDS, TURNS
+from watching.rank import SETTLING_SECONDS, TURN_SECONDS, TURNS
 
 from monitoring.events import What
 from monitoring.recorder import Recorder
@@ -220,12 +220,13 @@ def lines_of(results: list[dict[str, Any]], record: float) -> list[str]:
         turns = ", ".join(f"{name} {1e3 * seconds[name]:.1f} ms, {100 * used[name]:.2f} % of a core" for name in TURNS)
         direct, off = 100 * (each["recorded_over_unrecorded"] - 1), 100 * each["uncertainty"]
         cost, asked = 100 * each["cost"], 100 * each["cost_of_being_asked"]
+        pause = TURN_SECONDS + SETTLING_SECONDS
         lines += [
             f"{each['case']}: a step {1e3 * seconds['unrecorded']:.1f} ms",
             f"  recording: {direct:+.2f} % of a step (+- {off:.2f}, {each['pairs']} pairs)",
             f"  turns: {turns} ({each['rounds']} rounds, {each['answers']} whole answers)",
             f"  recording, and what watching takes of a core: {cost:.2f} % {wanted(cost, most=1)}",
-            f"  a hundred that ask at once, every {TURN_SECONDS + 1:g} s: {asked:.2f} % {wanted(asked, most=1)}",
+            f"  a hundred that ask at once, every {pause:g} s: {asked:.2f} % {wanted(asked, most=1)}",
         ]
     return lines
 

@@ -96,8 +96,8 @@ class Event(NamedTuple):
     stage: int = NO_STAGE
     microbatch: int = NO_MICROBATCH
     cpu: float = 0.0
-    """Seconds of the processor that the rank's thread used meanwhile. Of a receive: seconds in which weight gradients
-    were computed because nothing had come yet."""
+    """Of a computing action: seconds of the processor that the rank's thread used meanwhile. Of a receive: seconds in
+    which weight gradients were computed because nothing had come yet."""
     waited: float = 0.0
     """Seconds of it in which the rank waited for its tensor-parallel peers; of a COLLECTIVE, the seconds that its calls
     took, which is less than end - start where several are told together."""

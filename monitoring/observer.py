@@ -96,7 +96,7 @@ class Observer:
         self._nonfinite_step: int | None = None
         self._window: Window | None = None
         self._latest_events: Mapping[int, Sequence[Event]] | None = None
-        self._rules = Ration(RULES_SHARE, RULES_SECONDS, clock)
+        self._rules = Ration(RULES_SHARE, RULES_SECONDS, clock=clock)
         self._news: list[tuple[str, Any]] = []
         self._takers: dict[str, Callable[[int, Mapping[str, Any]], None]] = {
             "mesh": self._take_mesh,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,11 +15,12 @@ class Ration:
         self,
         share: float,
         pause: float = 0.0,
+        longest: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
         processor: Callable[[], float] = time.thread_time,
     ) -> None:
-        """pause: seconds between two times at least."""
-        self._share, self._pause, self._clock, self._processor = share, pause, clock, processor
+        """pause, longest: seconds between two times at least, and at most."""
+        self._share, self._pause, self._longest, self._clock, self._processor = share, pause, longest, clock, processor
         self._next = float("-inf")
 
     @property
@@ -33,4 +35,4 @@ class Ration:
             yield
         finally:  # what fails may have taken long, too
             took = self._processor() - started
-            self._next = self._clock() + max(self._pause, took / self._share)
+            self._next = self._clock() + max(self._pause, min(took / self._share, self._longest))

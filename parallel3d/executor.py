@@ -32,6 +32,7 @@ from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, In
 _OF_BACKWARDS = frozenset((Kind.B, Kind.I, Kind.W, Kind.SEND_B, Kind.RECV_B, Kind.REDUCE_GRAD))
 _COMPUTES = frozenset((Kind.F, Kind.B, Kind.I, Kind.W))
 _RECEIVES = frozenset((Kind.RECV_F, Kind.RECV_B))
+_RECORDS_AT_ONCE = 1024  # of a long pass: far less than a recorder holds, so that they can be taken meanwhile
 _PAUSE = 0.001  # seconds between looks whether there is room for messages that found none
 
 
@@ -63,7 +64,8 @@ class Timed(NamedTuple):
     waited: float = 0.0
     """Seconds of it that were spent waiting for a collective."""
     cpu: float = 0.0
-    """Seconds of the processor. Of a receive: seconds in which weight gradients were computed meanwhile."""
+    """Of a computing action: seconds of the processor. Of a receive: seconds in which weight gradients were computed
+    meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,7 @@ class Executor:
         """Of each send and receive: the peer, and the receive or send there."""
         self._events = [_what_and_where(action) for action in self._column]
         is_compute = [action.kind in _COMPUTES for action in self._column]
+        self._has_cpu = [action.kind in _COMPUTES | _RECEIVES for action in self._column]
         self._is_near_compute = [any(near) for near in zip(is_compute, [*is_compute[1:], True], strict=True)]
         """By action: whether the processor's clock is read after it, for its own sake or for that of the next."""
         self._calls = 0 if any(pipe.is_told_by_group for pipe in self._pipes.values()) else 1
@@ -260,6 +263,7 @@ class Begun:
         self._worked_off = 0.0
         """Seconds of weight gradients so far, while nothing had come."""
         self.timed: list[Timed] = []
+        self._num_recorded = 0
         self._moved: list[int] = []
         """Bytes of each of them that were sent or received."""
         self._do = {
@@ -287,13 +291,11 @@ class Begun:
     def _first_part(self) -> None:
         self._begin()
         self._carry_out(self._executor._num_forward)
-        self._push_all()
 
     def _rest(self) -> None:
         if not self.timed:
             self._begin()
         self._carry_out(len(self._executor._column))
-        self._push_all()
 
     def _begin(self) -> None:
         for index, stage in self._stages.items():
@@ -305,13 +307,12 @@ class Begun:
 
     def _carry_out(self, end: int) -> None:
         """Up to this place of the column, or to an action that fails."""
-        first = len(self.timed)
         try:
             with torch.no_grad():  # only forwards are followed by autograd, so that messages can be copied as they are
                 self._act(end)
+            self._push_all()
         finally:
-            if self._executor._recorder is not None:
-                self._record(self._executor._recorder, first)
+            self._record()
 
     def _act(self, end: int) -> None:
         """An action begins where the one before has ended, so that clocks are read once for each."""
@@ -324,15 +325,20 @@ class Begun:
             now, waits = time.monotonic(), waited_for_peers()
             used = processor() if executor._is_near_compute[at] else cpu
             own = self._worked_off - worked_off if action.kind in _RECEIVES else used - cpu
-            self.timed.append(Timed(action, start, now, waits - waited, own))
+            self.timed.append(Timed(action, start, now, waits - waited, own if executor._has_cpu[at] else 0.0))
             self._moved.append(self._num_bytes)
             start, waited, cpu = now, waits, used
+            if at - self._num_recorded >= _RECORDS_AT_ONCE:
+                self._record()
 
-    def _record(self, recorder: Recorder, first: int) -> None:
-        """All at once: a single record between two actions takes five times as long, with all that it needs out of the
+    def _record(self) -> None:
+        """Many at once: a single record between two actions takes five times as long, with all that it needs out of the
         processor's cache."""
-        calls = self._executor._calls
-        for at in range(first, len(self.timed)):
+        recorder, calls = self._executor._recorder, self._executor._calls
+        first, self._num_recorded = self._num_recorded, len(self.timed)
+        if recorder is None:
+            return
+        for at in range(first, self._num_recorded):
             what, stage, microbatch = self._executor._events[at]
             _, start, end, waited, cpu = self.timed[at]
             num_bytes = self._moved[at]

@@ -186,7 +186,8 @@ class Mesh:
             await formation.close()
         except BaseException as late:
             formation.abort(self._farewell(late))
-            raise
+            if error is None or not isinstance(late, Exception):  # else what was raised first says more
+                raise
         finally:
             self._lag.stop()
             if self._reporter is not None:

@@ -194,7 +194,7 @@ def _as_line(fields: dict[str, object]) -> str:
 
 def _without_nan(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nan(each) for key, each in value.items()}
+        return {str(key): _without_nan(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_without_nan(each) for each in value]
     return or_null(value) if isinstance(value, float) else value

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 _PIPELINE_SHARE = 0.00025
-"""Of a core that drawing pipelines may take: a large one is simulated less often than once a second."""
+"""Of a core that drawing pipelines may take: a larger one is drawn more rarely."""
+_PIPELINE_SECONDS = 15.0
+"""But that often."""
 
 
 def page_of(station: Station, observer: Observer) -> list[web.RouteDef]:
@@ -48,7 +50,7 @@ class RunView:
         self._observer = observer
         self._status, self._error = str(Status.RUNNING), ""
         self._feed = Feed(self.state)
-        self._pipeline = _PipelineView(ration or Ration(_PIPELINE_SHARE))
+        self._pipeline = _PipelineView(ration or Ration(_PIPELINE_SHARE, longest=_PIPELINE_SECONDS))
         self._warm_up = _WarmUp()
         for step in observer.steps:
             self._warm_up.add(step.tokens, step.seconds)

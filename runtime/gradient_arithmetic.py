@@ -50,8 +50,10 @@ class Arithmetic:
         """sums += values x weight."""
         if weight == 1 and dtype is not Dtype.BFLOAT16:
             before = numpy.setbufsize(_CAST_AT_ONCE)
-            numpy.add(sums, values, out=sums)
-            numpy.setbufsize(before)
+            try:
+                numpy.add(sums, values, out=sums)
+            finally:
+                numpy.setbufsize(before)
             return
         for part in _parts(len(values)):
             sums[part] += self._weighted(values[part], weight, dtype)

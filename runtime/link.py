@@ -178,7 +178,7 @@ class Link(asyncio.BufferedProtocol):
         self._is_in_place = room is not None
         if room is not None:
             return room
-        begin = self._reader.num_split  # what is split begins there, so that elements lie at even addresses
+        begin = self._reader.num_split  # what is split begins there, so that elements are aligned in memory
         return self._buffer.view[begin : begin + max(self._most_ahead, self._reader.num_wanted)]
 
     def buffer_updated(self, nbytes: int) -> None:

@@ -219,15 +219,16 @@ class StepSum:
         """What was complete before the last worker came: without samples of its own, or because somebody left."""
         begin, end = key_sum.averaged, self._whole(key_sum)
         if end > begin:
-            memory = key_sum.memory
-            self._arithmetic.average(
-                memory.result[begin:end], memory.sums[begin:end], self._total_weight, memory.shape.dtype
-            )
+            memory, total = key_sum.memory, self._total_weight
+            if total:
+                self._arithmetic.average(memory.result[begin:end], memory.sums[begin:end], total, memory.shape.dtype)
+            else:  # nobody who is left has samples
+                memory.result[begin:end] = 0
             key_sum.averaged = end
 
     @property
     def _total_weight(self) -> int:
-        return sum(self._weights.values()) or 1
+        return sum(self._weights.values())
 
     def end(self, worker: int, key: Key) -> bool:
         """The worker has sent all of it. True when all workers have."""

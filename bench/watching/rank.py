@@ -22,7 +22,8 @@ from runtime.loop import run
 
 TURNS = ("off", "on", "asked")
 TURN_SECONDS = 5.0
-_SETTLING_SECONDS = 1.0  # of a turn, that don't count: what the turn before has left is worked off in them
+SETTLING_SECONDS = 3.0
+"""Of a turn, that don't count: what the turn before has left is worked off in them."""
 
 
 async def take_turns(rounds: int, pairs: int, folder: Path) -> dict[str, list[float]]:
@@ -93,7 +94,7 @@ class Turns:
     async def _turn(self, name: str) -> float:
         self._switch.turn(name != "off")
         with sending_events(self._coordinator, self._owner):
-            await self._make_steps(_SETTLING_SECONDS)
+            await self._make_steps(SETTLING_SECONDS)
             self._tell(name)
             seconds = await self._make_steps(TURN_SECONDS)
             self._tell("settling")

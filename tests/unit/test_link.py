@@ -302,7 +302,7 @@ def test_links_share_one_buffer(run: Run, tls: Tls) -> None:
     run(main())
 
 
-def test_elements_lie_at_even_addresses_however_they_come(run: Run, tls: Tls) -> None:
+def test_elements_are_aligned_however_they_come(run: Run, tls: Tls) -> None:
     async def main() -> None:
         async with served(tls=tls[0], buffer=ReceiveBuffer(10_000)) as found:
             worker, server = await joined(found, tls[1])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import parallel3d
-from parallel3d import ConfigError, GroupClosed, InvalidCall, LaunchError
+from parallel3d import ConfigError, GroupClosed, InvalidCall, LaunchError, NonFiniteGradient
 from process_groups.store_notes import StoreNotes
 from runtime.threads import DaemonThreads
 
@@ -319,3 +319,17 @@ async def test_an_error_of_an_in_process_rank_says_whose_it_is():
     with pytest.raises(ZeroDivisionError) as caught:
         await parallel3d.in_process(main, 2)
     assert caught.value.__notes__ == ["raised in rank 1 of parallel3d.in_process"]
+
+
+async def test_what_a_mesh_is_left_with_is_raised_whatever_is_still_under_way():
+    async def leave():
+        async with parallel3d.mesh(dp=2) as mesh:
+            left = mesh.world.recv(torch.empty(1), 0) if mesh.rank else None
+            raise NonFiniteGradient(f"not a number, {left} or not", ranks=(0,))
+
+    async def main():
+        with pytest.raises(NonFiniteGradient, match="not a number"):
+            await leave()
+        return "raised"
+
+    assert await parallel3d.in_process(main, 2) == ["raised"] * 2

@@ -37,3 +37,14 @@ def test_work_that_fails_is_not_due_again_at_once():
     assert not ration.is_due
     now[0] += 5.1
     assert ration.is_due
+
+
+def test_what_takes_long_is_due_again_all_the_same():
+    now, used = [0.0], iter([0.0, 5.0])
+    ration = Ration(0.01, longest=15.0, clock=lambda: now[0], processor=lambda: next(used))
+    with ration.spent():
+        pass
+    now[0] = 14.9
+    assert not ration.is_due
+    now[0] = 15.0
+    assert ration.is_due

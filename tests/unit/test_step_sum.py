@@ -223,6 +223,17 @@ def test_what_had_come_before_somebody_was_left_out_is_averaged_too():
     assert total.average(WHOLE).tolist() == [2.5] * 4
 
 
+def test_the_average_is_zero_where_nobody_who_is_left_has_samples():
+    total = StepSum(0, 0, shares_of(0, 0, 2))
+    for worker in (0, 1):
+        total.begin(worker, WHOLE, 2)
+        total._keys[WHOLE].memory.sums[:] = 7  # as a step before may have left it
+        total.add(worker, WHOLE, 0, floats(5, 5))
+        total.end(worker, WHOLE)
+    assert total.leave_out(2) == [WHOLE]
+    assert total.average(WHOLE).tolist() == [0, 0]
+
+
 def test_nothing_is_left_of_what_only_the_one_left_out_said():
     total = two_workers()
     total.settle(0, Plan("blocks", 7))
