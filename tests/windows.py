@@ -106,4 +106,4 @@ def idling(window: Window, ratio: float) -> Window:
 
 
 def straggler(rank: int, score: float = 0.5, compared_with: str = "peers", host: str | None = None) -> Straggler:
-    return Straggler(rank, score, compared_with, since_step=4, host=host)
+    return Straggler(rank, score, compared_with, since_step=2, host=host)

@@ -114,12 +114,14 @@ def _straggler(view: View, those: list[Straggler], gain: float) -> Bottleneck:
 
 
 def straggling(view: View, straggler: Straggler) -> float:
-    """The share of a step by which its computing takes too long, or it comes late, as far as somebody waits."""
+    """The share of a step by which its computing takes too long, or it comes late, as far as somebody waits. Steps of
+    the window in which it was not yet slow count as such: a bad moment is no bottleneck."""
     own = view.window.ranks.get(straggler.rank)
     if own is None:
         return 0.0
     whole = own.seconds if straggler.compared_with == "arrival" else own.compute_wall
-    too_long = whole * (1 - straggler.score)
+    lately = min(1.0, (view.window.last_step - straggler.since_step + 1) / view.window.num_steps)
+    too_long = whole * (1 - straggler.score) * lately
     waits = [
         rank.parts["straggler"] + rank.parts["bubble"]
         for number, rank in view.window.ranks.items()

@@ -208,9 +208,10 @@ optimizer: {name: sgd, lr: 1.0e-4}
 train: {steps: 14, batch_size: 16}
 """
 GPT = """
-model: {factory: gpt, args: {layers: 4, width: 16, heads: 2, vocabulary: 256, sequence: 4}}
+model: {factory: gpt, args: {layers: 4, width: 64, heads: 2, vocabulary: 256, sequence: 64}}
+comm: {timeout: 20}
 runtime: {threads: 1}
-train: {steps: 40, batch_size: 1}
+train: {steps: 10, batch_size: 4}
 """
 
 
@@ -382,9 +383,9 @@ def test_two_ranks_on_one_core(folder):
 
 
 @pytest.mark.exhaustive
-def test_exchanges_that_take_longer_than_computing(folder):
+def test_exchanges_that_take_longer_than_computing(folder, slow_network):
     (folder / "run.yaml").write_text(GPT)
-    one = only(folder, "parallel.tp=2", "comm.backend=gloo")
+    one = only(folder, "parallel.tp=2", "comm.backend=gloo", **slow_network)
     assert (one["kind"], one["axis"], one["key"], one["value"]) == ("tp_comm", "tp", "parallel.tp", "1")
 
 

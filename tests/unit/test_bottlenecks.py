@@ -216,8 +216,18 @@ def test_a_straggler_among_replicas():
     one = only(window_of(*ranks, stragglers=(straggler(1),)), facts)
     assert (one.kind, one.rank, one.host, one.severity) == ("straggler", 1, None, Severity.HIGH)
     assert one.gain == pytest.approx(0.45), "half of its 90 ms, for which rank 0 waits"
-    assert "Rank 1 is slow since step 4: 50 % of the speed of ranks with the same work" in one.message
+    assert "Rank 1 is slow since step 2: 50 % of the speed of ranks with the same work" in one.message
     assert one.key == "parallel.order"
+
+
+def test_a_rank_that_is_slow_for_a_moment():
+    """In three of the window's twenty steps it is no bottleneck, in ten it is half of one."""
+    facts = mesh(dp=2)
+    ranks = [rank_window(0, {"straggler": 0.045}), rank_window(1, {"other": 0.0})]
+    slow = replace(straggler(1, 0.66), since_step=19)
+    assert found(window_of(*ranks, stragglers=(slow,)), facts) == []
+    one = only(window_of(*ranks, stragglers=(replace(slow, since_step=12),)), facts)
+    assert one.gain == pytest.approx(0.9 * 0.34 / 2), "half of the window"
 
 
 def test_a_rank_without_its_core():
