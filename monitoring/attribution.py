@@ -26,19 +26,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import NamedTuple
 
 from monitoring.collectives import KINDS as OPS
-from monitoring.events import SENDS, Axis, Event
+from monitoring.events import Axis, Event
 from monitoring.facts import Place, RankFacts
 from monitoring.observations import AxisTraffic, RankStep, StageSeconds, StepTimes
-from monitoring.rank_times import Message, RankTimes, Span
+from monitoring.rank_times import Calls, Message, RankTimes, Span
 from monitoring.time_parts import PARTS, TimeParts, mean_of
 
 Groups = tuple[tuple[int, ...], ...]
-
-_BETWEEN_STAGES = OPS.index("send"), int(Axis.PP)
+_AXES = tuple(axis.label for axis in Axis)
 
 
 def attribute(events: Mapping[int, Sequence[Event]], ranks: Mapping[int, RankFacts]) -> StepTimes:
@@ -73,7 +72,7 @@ def attribute(events: Mapping[int, Sequence[Event]], ranks: Mapping[int, RankFac
         seconds=sum(each.seconds for each in found) / len(found),
         ranks=found,
         parts=mean_of([each.parts for each in found]),
-        traffic=_traffic(chain.from_iterable(each.calls for each in everyone)),
+        traffic=_traffic([each.traffic for each in everyone]),
     )
 
 
@@ -222,12 +221,10 @@ def _result(times: RankTimes, longer: float) -> RankStep:
     )
 
 
-def _traffic(calls: Iterable[Event]) -> tuple[AxisTraffic, ...]:
-    sums: dict[tuple[int, int], list[float]] = {}
-    for event in calls:
-        is_send = event.what in SENDS
-        row = sums.setdefault(_BETWEEN_STAGES if is_send else (event.op, event.axis), [0, 0, 0.0])
-        row[0] += event.calls
-        row[1] += event.num_bytes
-        row[2] += event.seconds if is_send else event.waited
-    return tuple(AxisTraffic(OPS[op], Axis(axis).label, *row) for (op, axis), row in sorted(sums.items()))
+def _traffic(each: Iterable[Mapping[Calls, Sequence[float]]]) -> tuple[AxisTraffic, ...]:
+    rows: dict[Calls, list[Sequence[float]]] = defaultdict(list)
+    for own in each:
+        for calls, row in own.items():
+            rows[calls].append(row)
+    sums = [(op, axis, map(sum, zip(*found, strict=True))) for (op, axis), found in sorted(rows.items())]
+    return tuple([AxisTraffic(OPS[op], _AXES[axis], *row) for op, axis, row in sums])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy
@@ -13,27 +14,25 @@ from monitoring.collectives import KINDS
 OPS = KINDS
 NO_STAGE = NO_MICROBATCH = -1
 STRATEGIES = ("default", "ring", "tree", "hierarchical")
-RECORD = struct.Struct("<BBBBiiIddddQI")
-"""What, axis, op, strategy, stage, microbatch, step, start, end, cpu, waited, bytes, calls."""
-RECORD_BYTES = RECORD.size
-_FIELDS = {
-    "what": ("u1", 0),
-    "step": ("<u4", 12),
-    "start": ("<f8", 16),
-    "end": ("<f8", 24),
-    "stage": ("<i4", 4),
-    "microbatch": ("<i4", 8),
-    "cpu": ("<f8", 32),
-    "waited": ("<f8", 40),
-    "num_bytes": ("<u8", 48),
-    "axis": ("u1", 1),
-    "op": ("u1", 2),
-    "strategy": ("u1", 3),
-    "calls": ("<u4", 56),
+_FORMATS = {
+    "what": "B",
+    "step": "I",
+    "start": "d",
+    "end": "d",
+    "stage": "i",
+    "microbatch": "i",
+    "cpu": "d",
+    "waited": "d",
+    "num_bytes": "Q",
+    "axis": "B",
+    "op": "B",
+    "strategy": "B",
+    "calls": "I",
 }
-"""Of a record, in the order that an `Event` has: what each is, and where."""
-_FORMATS, _OFFSETS = zip(*_FIELDS.values(), strict=True)
-_RECORDS = numpy.dtype({"names": [*_FIELDS], "formats": _FORMATS, "offsets": _OFFSETS, "itemsize": RECORD_BYTES})
+"""Of a record's fields, which are an `Event`'s in its order; little-endian, and nothing between them."""
+RECORD = struct.Struct("<" + "".join(_FORMATS.values()))
+RECORD_BYTES = RECORD.size
+_COLUMNS = numpy.dtype([(name, f"<{code}") for name, code in _FORMATS.items()])
 
 
 class What(IntEnum):
@@ -127,10 +126,7 @@ _LIMITS |= dict.fromkeys(("start", "end", "cpu", "waited"), 10**12)
 
 
 def pack_into(buffer: bytearray, offset: int, event: Event) -> None:
-    what, step, start, end, stage, microbatch, cpu, waited, num_bytes, axis, op, strategy, calls = event
-    RECORD.pack_into(
-        buffer, offset, what, axis, op, strategy, stage, microbatch, step, start, end, cpu, waited, num_bytes, calls
-    )
+    RECORD.pack_into(buffer, offset, *event)
 
 
 def unpack(data: bytes, offset: float = 0.0) -> list[Event]:
@@ -138,7 +134,7 @@ def unpack(data: bytes, offset: float = 0.0) -> list[Event]:
     not have written."""
     if len(data) % RECORD_BYTES:
         raise ValueError(f"{len(data)} bytes are no whole number of events")
-    records = numpy.frombuffer(data, _RECORDS)
+    records = numpy.frombuffer(data, _COLUMNS)
     for name, limit in _LIMITS.items():
         if not ((records[name] >= 0) & (records[name] < limit)).all():
             raise ValueError(f"an event's {name} is out of range")
@@ -148,4 +144,5 @@ def unpack(data: bytes, offset: float = 0.0) -> list[Event]:
         records = records.copy()
         records["start"] += offset
         records["end"] += offset
-    return [tuple.__new__(Event, fields) for fields in records.tolist()]
+        data = records.tobytes()
+    return list(map(tuple.__new__, repeat(Event), RECORD.iter_unpack(data)))

@@ -6,26 +6,28 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from monitoring.events import SENDS, Axis, Event, What
+from monitoring.events import OPS, SENDS, Axis, Event, What
 from monitoring.facts import RankFacts
 from monitoring.time_parts import PARTS
 
 Span = tuple[float, float]
 Message = tuple[int, int, int]
 """What sends it, its stage and its microbatch."""
+Calls = tuple[int, int]
+"""That moved bytes: their op's place in `OPS`, and a value of `Axis`. Messages to other stages are sends along PP."""
 
 _BY_START = itemgetter(Event._fields.index("start"))
 # As plain numbers: members of an enumeration are looked up each time, and this is done for every event of a run.
 _STEP, _COLLECTIVE = int(What.STEP), int(What.COLLECTIVE)
 _F, _W, _REDUCE_GRAD, _REDUCE, _MEET = map(int, (What.F, What.W, What.REDUCE_GRAD, What.REDUCE, What.MEET))
 _AXES = tuple(map(int, Axis))
+_WORLD, _DP, _SENDS = int(Axis.WORLD), int(Axis.DP), frozenset(map(int, SENDS))
+_BETWEEN_STAGES: Calls = OPS.index("send"), int(Axis.PP)
 _COLUMNS: dict[int, int] = {What.F: 0, What.B: 1, What.I: 1, What.W: 2}
 _SENDERS: dict[int, tuple[int, int]] = {What.RECV_F: (int(What.SEND_F), -1), What.RECV_B: (int(What.SEND_B), 1)}
 """Of each kind of receive: what sends the message, and how much further on that stage is."""
 _PART_OF: dict[int, str] = {
     What.DATA: "data",
-    What.SEND_F: "pp_comm",
-    What.SEND_B: "pp_comm",
     What.REDUCE_GRAD: "dp_comm",
     What.OPTIMIZER: "optimizer",
     What.CHECKPOINT: "checkpoint",
@@ -63,8 +65,8 @@ class RankTimes:
     """From the first one's start to the last one's end."""
     pipeline: Span = (0.0, 0.0)
     """The same of all ranks of its pipeline."""
-    calls: list[Event] = field(default_factory=list)
-    """That moved bytes: collectives, and messages to other stages."""
+    traffic: dict[Calls, list[float]] = field(default_factory=dict)
+    """Calls, bytes and seconds."""
 
     @staticmethod
     def of(facts: RankFacts, events: Sequence[Event]) -> RankTimes:
@@ -78,13 +80,17 @@ class RankTimes:
 
     def _read(self, events: Iterable[Event], begin: float, finish: float) -> None:
         wall = used = cpu_time = gaps = 0.0
+        sent = self.traffic[_BETWEEN_STAGES] = [0, 0, 0.0]
         cursor, is_cpu = begin, self.facts.is_cpu
         waits, receives, stages = self.waits, self.receives, self.stages
         first, last = finish, begin
         for event in sorted(events, key=_BY_START):
-            what, _, start, end, stage, microbatch, cpu, waited, _, axis, _, _, _ = event
+            what, _, start, end, stage, microbatch, cpu, waited, num_bytes, axis, op, _, calls = event
             if what == _COLLECTIVE:
-                self.calls.append(event)
+                row = self.traffic.setdefault((op, axis), [0, 0, 0.0])
+                row[0] += calls
+                row[1] += num_bytes
+                row[2] += waited
                 continue
             if what == _STEP:
                 continue
@@ -117,21 +123,22 @@ class RankTimes:
                 if worked:  # weight parts that were waiting for a moment like this
                     wall, used, cpu_time = wall + worked, used + worked, cpu_time + worked
                     stages.setdefault(stage, [0.0, 0.0, 0.0])[_COLUMNS[_W]] += worked
+            elif what in _SENDS:
+                self.sends[what, stage, microbatch] = start
+                self.parts["pp_comm"] += end - start
+                if calls:
+                    sent[0] += calls
+                    sent[1] += num_bytes
+                    sent[2] += end - start
             elif what == _REDUCE:
-                self.meetings[Axis.DP if axis == Axis.WORLD else axis].append((start, end))
-            else:
-                if what in SENDS and event.calls:
-                    self.calls.append(event)
-                self._note(what, start, end, stage, microbatch)
+                self.meetings[_DP if axis == _WORLD else axis].append((start, end))
+            elif what == _MEET:
+                self.meetings[_WORLD].append((start, end))
+            elif what in _PART_OF:
+                self.parts[_PART_OF[what]] += end - start
+        if not sent[0]:
+            del self.traffic[_BETWEEN_STAGES]
         self.compute_wall, self.compute_cpu, self.core_wait = wall, cpu_time, wall - used
         self.parts["compute"] += used
         self.parts["other"] += gaps + max(0.0, finish - cursor) + self.core_wait
         self.actions = (first, last) if first < finish else None
-
-    def _note(self, what: int, start: float, end: float, stage: int, microbatch: int) -> None:
-        if what in _PART_OF:
-            self.parts[_PART_OF[what]] += end - start
-            if what in SENDS:
-                self.sends[what, stage, microbatch] = start
-        elif what == _MEET:
-            self.meetings[Axis.WORLD].append((start, end))

@@ -58,7 +58,7 @@ class Recorder:
             written = self._written
             _pack_into(
                 self._buffer, written % self._capacity * RECORD_BYTES,
-                what, axis, op, strategy, stage, microbatch, step, start, end, cpu, waited, num_bytes, calls,
+                what, step, start, end, stage, microbatch, cpu, waited, num_bytes, axis, op, strategy, calls,
             )  # fmt: skip
             self._written = written + 1
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from statistics import median
 
 from monitoring.facts import RankFacts
@@ -56,7 +57,7 @@ class StragglerDetector:
         if self._warm_up > 0:
             self._warm_up -= 1
             return
-        crowded = crowded_hosts(ranks.values())
+        crowded = crowded_hosts(tuple(ranks.values()))
         worst = self._compare(times.ranks, ranks, crowded)
         for rank, (score, compared_with) in worst.items():
             self._latest[rank].append(score)
@@ -130,7 +131,8 @@ class _Habit:
         return None if best is None else min(1.0, best / seconds)
 
 
-def crowded_hosts(ranks: Iterable[RankFacts]) -> frozenset[str]:
+@lru_cache(maxsize=8)  # the same for every step of a run
+def crowded_hosts(ranks: tuple[RankFacts, ...]) -> frozenset[str]:
     """Those that have more ranks than cores. What one rank alone may not use, others can."""
     counts, cores = Counter[str](), dict[str, int]()
     for facts in ranks:

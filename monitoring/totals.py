@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from monitoring.observations import RankStep
 from monitoring.time_parts import NO_TIME, TimeParts
@@ -36,6 +36,9 @@ class StepSums:
         self.core_wait += step.core_wait
         self.bubble_ratios += step.bubble_ratio
 
+    def merged(self, other: StepSums) -> StepSums:
+        return StepSums(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
     @property
     def bubble(self) -> float:
         """The mean share of the pipeline's time."""
@@ -46,11 +49,14 @@ class StepSums:
 class RankTotals:
     """Of one rank. One step always counts, so where there is no other yet it is the last of the warm-up."""
 
-    all: StepSums = field(default_factory=StepSums)
+    uncounted: StepSums = field(default_factory=StepSums)
     counted: StepSums = field(default_factory=StepSums)
 
+    @property
+    def all(self) -> StepSums:
+        return self.uncounted.merged(self.counted)
+
     def add(self, step: RankStep, warm_up: int) -> None:
-        if self.all.num_steps <= warm_up:
-            self.counted = StepSums()
-        self.all.add(step)
+        if self.uncounted.num_steps < warm_up:
+            self.uncounted, self.counted = self.all, StepSums()
         self.counted.add(step)

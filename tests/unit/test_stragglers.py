@@ -90,10 +90,10 @@ def test_a_rank_that_comes_late_to_where_ranks_meet():
 
 def test_where_ranks_take_turns_only_processor_time_counts():
     ranks = mesh_of(dp=2, num_cores=1)
-    assert crowded_hosts(ranks.values()) == {"a"}
-    assert crowded_hosts(mesh_of(dp=2, num_cores=2).values()) == frozenset()
+    assert crowded_hosts(tuple(ranks.values())) == {"a"}
+    assert crowded_hosts(tuple(mesh_of(dp=2, num_cores=2).values())) == frozenset()
     limited = {0: ranks[0], 1: replace(ranks[1], num_cores=2)}
-    assert crowded_hosts(limited.values()) == frozenset(), "rank 0's own quota leaves the other core to rank 1"
+    assert crowded_hosts(tuple(limited.values())) == frozenset(), "rank 0's own quota leaves the other core to rank 1"
     assert not any(feed(StragglerDetector(), ranks, [[0.1, 0.3]] * 9, cpus=[0.1, 0.1]))
     assert feed(StragglerDetector(), ranks, [[0.3, 0.3]] * 5, cpus=[0.1, 0.2])[-1] == [1]
 
