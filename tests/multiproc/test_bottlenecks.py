@@ -294,6 +294,7 @@ def only_between(hosts: Hosts, folder: Path, *settings: str) -> dict[str, Any]:
     return the_one(named(folder))
 
 
+@pytest.mark.exhaustive
 def test_data_that_comes_late(folder):
     # One ahead: what is loaded while a busy machine starts its ranks shall not look as if batches came in bursts.
     one = only(folder, "parallel.dp=2", "data.factory=own:slow_data", "data.prefetch=1")
@@ -315,7 +316,8 @@ def test_a_rank_that_sleeps_in_its_forward(folder, mesh):
     assert one["gain"] > 0.1
 
 
-@pytest.mark.parametrize("axis", ["dp", pytest.param("tp", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("axis", ["dp", "tp"])
 def test_a_rank_that_comes_late_to_its_steps(folder, axis):
     settings = [f"parallel.{axis}=2"]
     if axis == "tp":
@@ -340,12 +342,14 @@ def test_stages_that_differ(folder):
     assert one["gain"] > 0.2
 
 
+@pytest.mark.exhaustive
 def test_one_microbatch(folder):
     one = only(folder, "parallel.pp=2", "pipeline.microbatches=1")
     assert (one["kind"], one["key"], one["value"]) == ("too_few_microbatches", "pipeline.microbatches", "8")
     assert one["gain"] > 0.2
 
 
+@pytest.mark.exhaustive
 def test_tiny_buckets(folder):
     one = only(folder, "parallel.dp=2", "comm.bucket_size=1 KiB", "model.args.layers=64", "data.factory=own:short_data")
     assert (one["kind"], one["axis"], one["key"]) == ("small_buckets", "dp", "comm.bucket_size")
@@ -403,6 +407,7 @@ WIDE = ("model.factory=own:wide", "data.factory=own:narrow_data")
 HEAVY = ("model.factory=own:heavy", "data.factory=own:short_data")
 
 
+@pytest.mark.exhaustive
 def test_messages_between_stages_that_take_longer_than_computing(folder, slow_network):
     settings = ("comm.backend=gloo", "pipeline.microbatches=8", *WIDE, "model.args.width=512")
     one = only(folder, "parallel.pp=2", *settings, **slow_network)
@@ -432,6 +437,7 @@ def test_gradients_of_many_replicas_between_hosts(folder, two_hosts):
     assert (one["kind"], one["axis"], one["key"], one["value"]) == ("dp_comm", "dp", "comm.strategy", "hierarchical")
 
 
+@pytest.mark.exhaustive
 def test_a_schedule_without_overlap(folder):
     """Each microbatch has gone through both stages and back before the next one begins."""
     first, last = ([f"{stage}{kind}{number}" for number in range(8) for kind in "FB"] for stage in (0, 1))
