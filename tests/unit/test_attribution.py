@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from monitoring.attribution import attribute
 from monitoring.collectives import KINDS
-from monitoring.events import Axis, Event, What
+from monitoring.events import OPS, Axis, Event, What
 from monitoring.facts import Place, RankFacts
 from monitoring.observations import AxisTraffic, StageSeconds, StepTimes
 from monitoring.time_parts import PARTS
@@ -111,6 +111,13 @@ def test_messages_between_stages_are_traffic_unless_their_group_tells_of_them():
     for calls, traffic in ((1, (AxisTraffic("send", "pp", 1, 80, pytest.approx(0.001)),)), (0, ())):
         told = Told().add(F, 0.010, 0, 0).add(SEND_F, 0.001, 0, 0, num_bytes=80, calls=calls)
         assert attribute({0: told.done()}, mesh_of()).traffic == traffic
+
+
+def test_messages_that_their_group_tells_of_and_others_add_up():
+    told = Told().add(F, 0.010, 0, 0).add(SEND_F, 0.001, 0, 0, num_bytes=80)
+    told.beside(0.002, 0.005, op=OPS.index("send"), axis=Axis.PP, num_bytes=20)
+    (found,) = attribute({0: told.done()}, mesh_of()).traffic
+    assert found == AxisTraffic("send", "pp", 2, 100, pytest.approx(0.004))
 
 
 def test_tensor_parallel_waits():
