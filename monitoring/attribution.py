@@ -30,14 +30,13 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from monitoring.collectives import KINDS as OPS
-from monitoring.events import Axis, Event
+from monitoring.events import AXES, Axis, Event
 from monitoring.facts import Place, RankFacts
 from monitoring.observations import AxisTraffic, RankStep, StageSeconds, StepTimes
 from monitoring.rank_times import Calls, Message, RankTimes, Span
 from monitoring.time_parts import PARTS, TimeParts, mean_of
 
 Groups = tuple[tuple[int, ...], ...]
-_AXES = tuple(axis.label for axis in Axis)
 
 
 def attribute(events: Mapping[int, Sequence[Event]], ranks: Mapping[int, RankFacts]) -> StepTimes:
@@ -227,4 +226,4 @@ def _traffic(each: Iterable[Mapping[Calls, Sequence[float]]]) -> tuple[AxisTraff
         for calls, row in own.items():
             rows[calls].append(row)
     sums = [(op, axis, map(sum, zip(*found, strict=True))) for (op, axis), found in sorted(rows.items())]
-    return tuple([AxisTraffic(OPS[op], _AXES[axis], *row) for op, axis, row in sums])
+    return tuple([AxisTraffic(OPS[op], AXES[axis], *row) for op, axis, row in sums])

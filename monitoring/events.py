@@ -84,6 +84,10 @@ class Axis(IntEnum):
         return self.name.lower()
 
 
+AXES = tuple(axis.label for axis in Axis)
+"""Their labels, in the order of their values."""
+
+
 class Event(NamedTuple):
     """One record. Moments are seconds of time.monotonic, in the rank's own clock until they are aligned."""
 

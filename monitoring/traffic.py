@@ -10,11 +10,10 @@ from statistics import fmean
 
 from monitoring.collectives import KINDS as OPS
 from monitoring.collectives import CollectiveTotal, Key, bus_factor
-from monitoring.events import SENDS, STRATEGIES, Axis, Event, What
+from monitoring.events import AXES, SENDS, STRATEGIES, Axis, Event, What
 
 BOUNDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, float("inf"))
 """Seconds of a call: from a small exchange in shared memory to a large one between hosts."""
-_AXES = tuple(axis.label for axis in Axis)
 _COLLECTIVE = int(What.COLLECTIVE)
 _SENDS = frozenset(map(int, SENDS))
 
@@ -85,7 +84,7 @@ class Traffic:
                 own.add(_BETWEEN_STAGES, event.calls, event.num_bytes, event.end - event.start)
             if what != _COLLECTIVE:
                 continue
-            op, axis = OPS[event.op], _AXES[event.axis]
+            op, axis = OPS[event.op], AXES[event.axis]
             own.add((op, axis), event.calls, event.num_bytes, event.waited)
             sums = moved.setdefault((op, axis, STRATEGIES[event.strategy]), [0.0, 0.0])
             sums[0] += event.num_bytes * bus_factor(op, max(1, self._sizes.get(axis, 1)))
@@ -101,7 +100,7 @@ class Traffic:
         own = self._told.setdefault(rank, _RankTraffic())
         for (group, op, strategy), total in totals.items():
             new = total - before.get((group, op, strategy), CollectiveTotal())
-            axis = group if group in _AXES else _AXES[Axis.WORLD]
+            axis = group if group in AXES else AXES[Axis.WORLD]
             own.add((op, axis), new.calls, new.num_bytes, new.seconds)
             if new.bus_bandwidth is not None:
                 own.bandwidths[op, axis, strategy] = new.bus_bandwidth

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from monitoring import events
 from monitoring.collectives import CollectiveRecorder
 from monitoring.events import OPS, RECORD_BYTES, Axis, Event, What, pack_into, unpack
 from monitoring.recorder import Recorder
@@ -31,6 +32,11 @@ def test_every_field_comes_out_as_it_went_in():
     (found,) = unpack(recorder.take().data)
     assert found == event
     assert (found.what, found.axis, found.action) == (What.RECV_B, Axis.TP, "3RECV_B4")
+
+
+def test_columns_that_are_checked_are_the_fields_of_an_event():
+    assert events._COLUMNS.names == Event._fields
+    assert events._COLUMNS.itemsize == RECORD_BYTES
 
 
 def test_what_is_taken_is_gone_and_nothing_is_twice():
