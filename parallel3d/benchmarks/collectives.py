@@ -1,9 +1,11 @@
-"""What `bench collectives` measures, and in which order: in every round each contestant has its turn at a size.
+"""What `bench collectives` measures, and in which order: in every round each contestant has its turns at a size.
 
-size 4 B     round 1   default ring … shared staged | gloo | mpi | memory limit
-             round 2   gloo | mpi | memory limit | default ring … shared staged   (another crew begins)
+size 4 B     round 1   default ring … staged, ring … staged default, … | gloo gloo … | mpi mpi … | memory limit …
+             round 2   gloo gloo … | mpi mpi … | memory limit … | ring … staged default, …   (another crew begins)
              …
 size 4 KiB   round 1   …
+
+Short turns in quick succession: a busy moment of the machine hits one turn of each, not all of one contestant's.
 
 All crews live through the whole run, so that nothing but the measured calls happens within a round; while one is timed,
 the others wait in a read and hold no buffers.
@@ -11,6 +13,7 @@ the others wait in a read and hold no buffers.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -119,14 +122,19 @@ async def _measure_size(plan: Plan, kind: str, num_bytes: int, crews: dict[str, 
     contestants = [each for each in all_of_kind if each.crew in crews]
     taking_part = list(dict.fromkeys(each.crew for each in contestants))
     seconds: dict[str, list[float]] = {each.name: [] for each in contestants}
-    repeats = plan.repeats(num_bytes)
+    turns, repeats = plan.turns(num_bytes), plan.repeats(num_bytes)
     for round_number in range(plan.rounds):
+        in_turns: dict[str, list[float]] = {each.name: [] for each in contestants}
         for crew in _rotated(taking_part, round_number):
-            for each in _rotated([each for each in contestants if each.crew == crew], round_number):
-                where = f"{kind} of {human(num_bytes)}, round {round_number + 1} of {plan.rounds}: {each.name}"
-                progress(where)
-                how = each.strategy, each.registered, each.shared
-                command = Command(kind, num_bytes, plan.dtype, repeats, *how, check=round_number == 0)
-                seconds[each.name].append(await _ask(crews[crew], command, where))
+            for turn in range(turns):
+                for each in _rotated([each for each in contestants if each.crew == crew], round_number + turn):
+                    where = f"{kind} of {human(num_bytes)}, round {round_number + 1} of {plan.rounds}: {each.name}"
+                    progress(where)
+                    how = each.strategy, each.registered, each.shared
+                    is_first = round_number == turn == 0
+                    command = Command(kind, num_bytes, plan.dtype, repeats, *how, check=is_first)
+                    in_turns[each.name].append(await _ask(crews[crew], command, where))
             await _ask(crews[crew], Command("rest"), where)
-    return Measured(num_bytes, num_bytes // plan.element_size, repeats, seconds)
+        for name, of_round in in_turns.items():
+            seconds[name].append(statistics.median(of_round))
+    return Measured(num_bytes, num_bytes // plan.element_size, turns * repeats, seconds)

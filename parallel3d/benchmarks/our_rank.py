@@ -19,17 +19,16 @@ _CALL_SECONDS = 120.0  # the deadline of one call
 
 
 class OurRank:
-    """Keeps the tensor from one command to the next, as long as they need the same one."""
+    """Keeps tensors from one command to the next, until told to rest."""
 
     def __init__(self, group: parallel3d.Group) -> None:
         self._group = group
-        self._tensor: torch.Tensor | None = None
-        self._made_for: tuple[int, str, bool] | None = None
+        self._tensors: dict[tuple[int, str, bool], torch.Tensor] = {}
 
     async def perform(self, command: Command) -> float:
         """Seconds of one all-reduce, or of one message one way."""
         if command.kind == "rest":
-            self._tensor = self._made_for = None
+            self._tensors.clear()
             return 0.0
         tensor = self._tensor_for(command)
         if command.kind == "send":
@@ -38,12 +37,11 @@ class OurRank:
 
     def _tensor_for(self, command: Command) -> torch.Tensor:
         wanted = (command.num_bytes, command.dtype, command.registered)
-        if self._tensor is None or self._made_for != wanted:
-            self._tensor = None  # freed before the next one is made
+        if wanted not in self._tensors:
             dtype = torch_dtype(command.dtype)
             make = self._group.empty if command.registered else torch.empty
-            self._tensor, self._made_for = make(command.num_bytes // dtype.itemsize, dtype=dtype), wanted
-        return self._tensor.zero_()
+            self._tensors[wanted] = make(command.num_bytes // dtype.itemsize, dtype=dtype)
+        return self._tensors[wanted].zero_()
 
     async def _time_all_reduces(self, tensor: torch.Tensor, command: Command) -> float:
         group = self._group

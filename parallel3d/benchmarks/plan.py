@@ -19,7 +19,7 @@ QUICK_SIZES = "4,64KiB,1MiB,16MiB"
 ROUNDS, QUICK_ROUNDS = 5, 3
 _EXACT_UP_TO = {"int8": 127, "uint8": 255, "bfloat16": 1 << 8, "float16": 1 << 11}
 # Of every rank's tensor: itself, and as much again for what a peer may allocate inside a call, as some of MPI's
-# algorithms do. Ours stage in three slots of 2 MiB, whatever the size, and one crew at a time holds tensors.
+# algorithms do, or for our tensor that is not registered. One crew at a time holds tensors.
 _COPIES = 2
 
 
@@ -40,9 +40,12 @@ class Plan:
         return DTYPES[self.dtype].itemsize
 
     def repeats(self, num_bytes: int) -> int:
-        """Calls in one measurement, the same for every contestant: so many that small sizes rise above the clock."""
-        full = 200 if num_bytes <= 64 << 10 else 30 if num_bytes <= 1 << 20 else 8 if num_bytes <= 16 << 20 else 3
-        return max(2, full // 5) if self.quick else full
+        """Calls in one turn, the same for every contestant: so many that small sizes rise above the clock."""
+        return 40 if num_bytes <= 64 << 10 else 6 if num_bytes <= 1 << 20 else 2 if num_bytes <= 16 << 20 else 1
+
+    def turns(self, num_bytes: int) -> int:
+        """Turns of each contestant in one round, whose median is the round's value."""
+        return 1 if self.quick else 7 if num_bytes <= 16 << 20 else 3
 
 
 def make_plan(

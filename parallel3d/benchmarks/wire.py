@@ -16,7 +16,7 @@ import signal
 import socket
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 
@@ -45,7 +45,7 @@ class Command:
     @property
     def warm_up(self) -> int:
         """Calls before the clock starts. After a pause a core takes some milliseconds to be as fast as it can."""
-        return max(2, self.repeats // 4)
+        return max(1, self.repeats // 4)
 
     def to_line(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"
@@ -92,8 +92,7 @@ class Contestant(Protocol):
 
 
 def time_calls(contestant: Contestant, command: Command) -> float:
-    """Seconds of one all-reduce, or of one message one way."""
-    contestant.prepare(command)
+    """Seconds of one all-reduce, or of one message one way, for which the contestant is prepared."""
     if command.check:
         contestant.check()
     for _ in range(command.warm_up):
@@ -114,13 +113,18 @@ def serve(contestant: Contestant, crew: str, path: str) -> None:
     ):
         connection.connect(path)
         connection.sendall(to_line(crew=crew, rank=contestant.rank))
+        prepared: Command | None = None
         for line in commands:
             command = Command.from_line(line)
             try:
                 seconds = 0.0
                 if command.kind == "rest":
                     contestant.rest()
+                    prepared = None
                 else:
+                    if replace(command, check=False) != prepared:
+                        contestant.prepare(command)
+                        prepared = replace(command, check=False)
                     seconds = time_calls(contestant, command)
             except Exception as error:
                 connection.sendall(to_line(error=f"{type(error).__name__}: {error}"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import socket
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import torch
 
 import parallel3d
 from parallel3d.benchmarks import collectives, crews, mpirun, wire
+from parallel3d.benchmarks.collectives import Contestant
 from parallel3d.benchmarks.crews import Crew, Reception
 from parallel3d.benchmarks.document import machine
 from parallel3d.benchmarks.figures import (
@@ -96,8 +99,14 @@ def test_ranks_may_be_a_list_and_repeated():
 
 def test_large_sizes_and_quick_runs_repeat_less():
     sizes = (4, 64 << 10, 1 << 20, 16 << 20, 256 << 20)
-    assert [plan_of().repeats(size) for size in sizes] == [200, 200, 30, 8, 3]
-    assert [plan_of(quick=True).repeats(size) for size in sizes] == [40, 40, 6, 2, 2]
+    assert [(plan_of().turns(size), plan_of().repeats(size)) for size in sizes] == [
+        (7, 40),
+        (7, 40),
+        (7, 6),
+        (7, 2),
+        (3, 1),
+    ]
+    assert {plan_of(quick=True).turns(size) for size in sizes} == {1}
 
 
 @pytest.mark.parametrize(
@@ -291,8 +300,27 @@ class Counting:
 def test_calls_are_checked_warmed_up_and_synchronised_before_the_clock_starts():
     contestant = Counting()
     seconds = time_calls(contestant, Command("all_reduce", 4, repeats=3, check=True))
-    assert contestant.asked == ["prepare", "check", "call", "call", "barrier", "call", "call", "call"]
+    assert contestant.asked == ["check", "call", "barrier", "call", "call", "call"]
     assert math.isfinite(seconds)
+
+
+def test_a_peer_keeps_its_tensor_until_it_rests_or_another_is_wanted(tmp_path):
+    once, twice = (Command("all_reduce", 4, check=check) for check in (True, False))
+    commands = once, twice, Command("send", 4), Command("rest"), Command("send", 4)
+    contestant = Counting()
+    path = str(tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen()
+        serving = threading.Thread(target=wire.serve, args=(contestant, "mpi", path))
+        serving.start()
+        connection, _ = listening.accept()
+        connection.sendall(b"".join(command.to_line() for command in commands))
+        connection.shutdown(socket.SHUT_WR)
+        serving.join()
+        connection.close()
+    asked = [name for name in contestant.asked if name in ("prepare", "check", "rest")]
+    assert asked == ["prepare", "check", "prepare", "rest", "prepare"]
 
 
 def test_a_send_there_and_back_counts_as_two(monkeypatch):
@@ -373,6 +401,25 @@ async def test_an_mpi_that_is_not_ready_in_time_has_ended_before_anything_is_mea
     assert happened.count("mpi has ended") == 1
     assert set(happened[1:]) == {"measured"}
     assert seen == runs
+
+
+async def test_turns_of_a_round_alternate_and_their_median_counts(monkeypatch):
+    asked: list[Command] = []
+    answers = {"default": iter([1.0, 9.0, 2.0]), "ring": iter([8.0, 4.0, 5.0])}
+
+    class Ours(Idle):
+        async def ask(self, command: Command) -> float:
+            asked.append(command)
+            return 0.0 if command.kind == "rest" else next(answers[command.strategy])
+
+    monkeypatch.setattr(Plan, "turns", lambda self, num_bytes: 3)
+    monkeypatch.setattr(collectives, "all_reducers", lambda strategies: [Contestant(s, "ours", s) for s in strategies])
+    plan = Plan((2,), (4,), ("default", "ring"), rounds=1)
+    measured = await collectives._measure_size(plan, "all_reduce", 4, {"ours": Ours("ours", [])}, lambda text: None)
+    assert [command.strategy for command in asked[:-1]] == ["default", "ring", "ring", "default", "default", "ring"]
+    assert [command.check for command in asked[:-1]] == [True, True, False, False, False, False]
+    assert asked[-1].kind == "rest"
+    assert measured == Measured(4, 1, 120, {"default": [2.0], "ring": [5.0]})
 
 
 async def test_a_rank_that_comes_when_its_crew_was_dismissed_is_sent_away(tmp_path, monkeypatch):
