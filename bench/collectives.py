@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common import median, options, show
+from common import median_ratio, options, show
 
 RANKS = "2,4,8"
 SECONDS = 7200
@@ -57,7 +57,7 @@ def adaptive_over_best(contestants: Mapping[str, Any]) -> float | None:
     if "adaptive" not in contestants:
         return None
     best = contestants[min(ours, key=lambda name: contestants[name]["seconds"])]["rounds"]
-    return median([b / a for a, b in zip(contestants["adaptive"]["rounds"], best, strict=True)])
+    return median_ratio(best, contestants["adaptive"]["rounds"])
 
 
 def geometric_mean_mpi(sizes: Sequence[Mapping[str, Any]]) -> float | None:

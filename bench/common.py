@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 # bench/monitoring.py has the name of a package of ours, which shall be found first.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -24,6 +25,17 @@ def options(description: str | None) -> argparse.Namespace:
 
 def median(values: Sequence[float]) -> float:
     return statistics.median(values)
+
+
+def median_ratio(of: Iterable[float], over: Iterable[float]) -> float:
+    """Of the rounds' own ratios: what slows a whole round down cancels out."""
+    return median([a / b for a, b in zip(of, over, strict=True)])
+
+
+def joined(launches: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[float]]:
+    """Each contestant's values, of all launches: where its weights happen to lie makes it faster or slower by a percent
+    or two, for as long as its process lives."""
+    return {name: [value for each in launches for value in each[key][name]] for name in launches[0][key]}
 
 
 def turn(names: Iterable[str], number: int) -> list[str]:

@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import median, options, show, wanted
+from common import median, median_ratio, options, show, wanted
 
 FOLDER = Path(__file__).resolve().parent / "serving"
 MIB = 1 << 20
@@ -153,10 +153,7 @@ def speeds(settings: Settings) -> dict[str, Any]:
     for number in range(settings.rounds):
         for kind in CONTESTANTS if number % 2 else CONTESTANTS[::-1]:
             rates[kind].append(moved / take_turn(kind, settings).seconds)
-    ratios = {
-        kind: median([ours / plain for ours, plain in zip(rates[kind], rates["plain"], strict=True)])
-        for kind in CONTESTANTS[1:]
-    }
+    ratios = {kind: median_ratio(rates[kind], rates["plain"]) for kind in CONTESTANTS[1:]}
     return {"rates": {kind: median(each) for kind, each in rates.items()}, "over_plain": ratios, **settings._asdict()}
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import launch_for_result, median, options, show, turn
+from common import joined, launch_for_result, median, median_ratio, options, show, turn
 from pipeline_models import Sleeping, gpt_layers, gpt_loss
 from torch import nn
 from torch.distributed import pipelining
@@ -144,14 +144,13 @@ async def sleeping(bench: Bench, microbatches: int, forward: float, backward: fl
             found[name]["share"].append(turns * computed / seconds)
             found[name]["share_of_sleeps"].append(turns * slept / seconds)
             found[name]["nominal"].append(turns * (forward + backward) / seconds)
-    gain = [a / b for a, b in zip(found["ours 1f1b"]["seconds"], found["ours zero-bubble"]["seconds"], strict=True)]
     return {
         "ranks": bench.size,
         "microbatches": microbatches,
         "forward_ms": forward / MS,
         "backward_ms": backward / MS,
         "contestants": {name: {key: median(values) for key, values in rows.items()} for name, rows in found.items()},
-        "zero_bubble_gain": median(gain),
+        "zero_bubble_gain": median_ratio(found["ours 1f1b"]["seconds"], found["ours zero-bubble"]["seconds"]),
     }
 
 
@@ -230,21 +229,17 @@ async def gpt(bench: Bench, sequence: int, quick: bool) -> dict[str, Any]:
 
 
 def pooled(launches: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over all of them: where its weights happen to lie makes a contestant faster or slower by a percent or
-    two, for as long as its process lives."""
-
-    def together(key: str) -> dict[str, list[float]]:
-        return {name: [value for each in launches for value in each[key][name]] for name in launches[0][key]}
+    """Medians over all of them."""
+    seconds = joined(launches, "seconds")
 
     def over(one: str, other: str) -> float:
-        return median([a / b for a, b in zip(seconds[one], seconds[other], strict=True)])
+        return median_ratio(seconds[one], seconds[other])
 
-    seconds = together("seconds")
     return {
         "sequence": launches[0]["sequence"],
         "profiled_layers": [each["profiled_layers"] for each in launches],
         "seconds": {name: median(values) for name, values in seconds.items()},
-        "simulated_share": {name: median(values) for name, values in together("simulated_share").items()},
+        "simulated_share": {name: median(values) for name, values in joined(launches, "simulated_share").items()},
         "over_torch": over("torch 1f1b", "ours 1f1b"),
         "zero_bubble_gain": over("ours 1f1b", "ours zero-bubble"),
         "profile_gain": over("ours 1f1b", "ours 1f1b, profiled"),

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import launch_for_result, median, options, show, turn
+from common import joined, launch_for_result, median, median_ratio, options, show, turn
 from pipeline_models import LAYERS, gpt_loss
 from torch import nn
 from torch.distributed import pipelining
@@ -197,15 +197,10 @@ async def turns(
 
 
 def pooled(launches: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over all of them: where its weights happen to lie makes a contestant faster or slower by a percent or
-    two, for as long as its process lives."""
-    seconds = {name: [value for each in launches for value in each["seconds"][name]] for name in launches[0]["seconds"]}
+    """Medians over all of them."""
+    seconds = joined(launches, "seconds")
     mine = seconds["parallel3d"]
-    ratios = {
-        name: median([a / b for a, b in zip(theirs, mine, strict=True)])
-        for name, theirs in seconds.items()
-        if name != "parallel3d"
-    }
+    ratios = {name: median_ratio(theirs, mine) for name, theirs in seconds.items() if name != "parallel3d"}
     return {**launches[-1], "seconds": {name: median(values) for name, values in seconds.items()}, "ratios": ratios}
 
 

@@ -43,7 +43,9 @@ def run(folder: Path, *settings: str) -> tuple[dict[str, Any], list[dict[str, An
     return json.loads((folder / "out" / "metrics.json").read_text()), [json.loads(line) for line in lines]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", ["dp2", "pp2", *(pytest.param(mesh, marks=pytest.mark.exhaustive) for mesh in ("tp2", "2x2x2"))]
+)
 def test_the_parts_add_up(folder, mesh):
     settings, expected = MESHES[mesh]
     metrics, events = run(folder, *settings)

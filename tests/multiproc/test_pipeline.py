@@ -16,7 +16,7 @@ APART = {"APART": "1", "GLOO_SOCKET_IFNAME": "lo"}
 @pytest.mark.parametrize(
     ("size", "variables"),
     [
-        (2, {}),
+        pytest.param(2, {}, marks=pytest.mark.exhaustive),
         (4, {}),
         pytest.param(8, {}, marks=pytest.mark.exhaustive),
         pytest.param(2, APART, marks=pytest.mark.exhaustive),

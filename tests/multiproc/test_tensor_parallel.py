@@ -14,7 +14,14 @@ GLOO = {"BACKEND": "gloo", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 @pytest.mark.parametrize(
-    ("size", "variables"), [(2, {}), (4, {}), (2, GLOO), (3, GLOO)], ids=["2", "4", "gloo", "gloo 3"]
+    ("size", "variables"),
+    [
+        pytest.param(2, {}, marks=pytest.mark.exhaustive),
+        (4, {}),
+        (2, GLOO),
+        pytest.param(3, GLOO, marks=pytest.mark.exhaustive),
+    ],
+    ids=["2", "4", "gloo", "gloo 3"],
 )
 def test_ranks_give_what_one_process_does(size, variables):
     with Launched("-n", str(size), RANK, preload=None, **variables) as launched:

@@ -168,9 +168,11 @@ def test_what_is_refused_before_a_rank_starts(folder, trouble, words, error):
 @pytest.mark.parametrize(
     ("trouble", "rank", "error"),
     [
-        ("raise", 1, "ArithmeticError: this layer does not feel like it"),
+        pytest.param("raise", 1, "ArithmeticError: this layer does not feel like it", marks=pytest.mark.exhaustive),
         ("nan", 1, "NonFiniteGradient: the norm of the gradients is nan: those of rank 1 (dp=1 tp=0 pp=0) are not"),
-        ("shape", 1, "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+        pytest.param(
+            "shape", 1, "RuntimeError: mat1 and mat2 shapes cannot be multiplied", marks=pytest.mark.exhaustive
+        ),
         ("nan input", 0, "InvalidCall: the batch's inputs on rank 0 (dp=0 tp=0 pp=0) have NaN or infinity"),
     ],
 )
