@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 
@@ -15,9 +16,12 @@ _folders: list[str] = []
 
 
 def pytest_configure() -> None:
-    """What measurements are kept shall be neither the user's nor left behind; every process inherits this."""
+    """What measurements are kept shall be neither the user's nor left behind, and Ctrl-C is heard; every process
+    inherits this."""
     _folders.append(tempfile.mkdtemp(prefix="parallel3d-tests-"))
     os.environ["XDG_CACHE_HOME"] = _folders[-1]
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in the background like this
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_unconfigure() -> None:

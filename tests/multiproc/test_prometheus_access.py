@@ -72,7 +72,7 @@ def test_with_token_and_root_it_is_let_in(port, secrets, tmp_path):
     [
         (True, "wrong", "ca.pem", "401"),
         pytest.param(True, None, "ca.pem", "401", marks=pytest.mark.exhaustive),
-        (True, "token", None, "certificate"),
+        pytest.param(True, "token", None, "certificate", marks=pytest.mark.exhaustive),
         pytest.param(False, "token", None, "", marks=pytest.mark.exhaustive),
     ],
     ids=["wrong token", "no token", "no root", "no TLS"],

@@ -71,7 +71,12 @@ def test_json_is_all_there_is_on_stdout(run_yaml, tmp_path):
 @pytest.mark.parametrize(
     ("trouble", "code", "words"),
     [
-        ("raise 1 2", 4, "parallel3d: rank 1 (dp=1 tp=0 pp=0) failed first: ValueError: the model has an opinion"),
+        pytest.param(
+            "raise 1 2",
+            4,
+            "parallel3d: rank 1 (dp=1 tp=0 pp=0) failed first: ValueError: the model has an opinion",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             "kill 1 2",
             4,

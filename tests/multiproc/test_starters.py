@@ -105,6 +105,7 @@ def test_slurm_on_one_node(tmp_path, script):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_slurm_on_two_nodes(tmp_path, script):
     more = {
         "SLURM_STEP_NODELIST": "localhost,elsewhere",
