@@ -5,7 +5,8 @@ size 4 B     round 1   default ring … staged, ring … staged default, … | g
              …
 size 4 KiB   round 1   …
 
-Short turns in quick succession: a busy moment of the machine hits one turn of each, not all of one contestant's.
+Short turns, and their median: a busy moment of the machine spoils some turns, not a round. Ours alternate from turn to
+turn, for they differ by less than this machine's speed does from second to second.
 
 All crews live through the whole run, so that nothing but the measured calls happens within a round; while one is timed,
 the others wait in a read and hold no buffers.
@@ -112,7 +113,7 @@ async def _ask(crew: Crew, command: Command, where: str) -> float:
 
 
 def _rotated(contestants: list[T], by: int) -> list[T]:
-    """Whoever comes first in a turn finds the cores and caches cold, so it is another one in each round."""
+    """Whoever comes first finds the cores and caches cold, so it is another one each time."""
     first = by % len(contestants)
     return contestants[first:] + contestants[:first]
 
@@ -129,7 +130,8 @@ async def _measure_size(plan: Plan, kind: str, num_bytes: int, crews: dict[str, 
             for turn in range(turns):
                 for each in _rotated([each for each in contestants if each.crew == crew], round_number + turn):
                     where = f"{kind} of {human(num_bytes)}, round {round_number + 1} of {plan.rounds}: {each.name}"
-                    progress(where)
+                    if turn == 0:  # drawing it takes longer than a turn
+                        progress(where)
                     how = each.strategy, each.registered, each.shared
                     is_first = round_number == turn == 0
                     command = Command(kind, num_bytes, plan.dtype, repeats, *how, check=is_first)

@@ -40,8 +40,8 @@ class OurRank:
         if wanted not in self._tensors:
             dtype = torch_dtype(command.dtype)
             make = self._group.empty if command.registered else torch.empty
-            self._tensors[wanted] = make(command.num_bytes // dtype.itemsize, dtype=dtype)
-        return self._tensors[wanted].zero_()
+            self._tensors[wanted] = make(command.num_bytes // dtype.itemsize, dtype=dtype).zero_()
+        return self._tensors[wanted]  # zeros still: a sum of them, or what `check` leaves
 
     async def _time_all_reduces(self, tensor: torch.Tensor, command: Command) -> float:
         group = self._group

@@ -44,7 +44,7 @@ class Command:
 
     @property
     def warm_up(self) -> int:
-        """Calls before the clock starts. After a pause a core takes some milliseconds to be as fast as it can."""
+        """Calls before the clock starts: the first ones after a pause find the core and its caches cold."""
         return max(1, self.repeats // 4)
 
     def to_line(self) -> bytes:

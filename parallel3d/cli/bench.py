@@ -56,7 +56,7 @@ def collectives(
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of the tensor's elements.")] = "float32",
     rounds: Annotated[
-        int | None, typer.Option(help="How often each has its turn.", show_default="5; 3 if quick")
+        int | None, typer.Option(help="In each, everybody has up to 7 short turns.", show_default="5; 3 if quick")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, up to 16 MiB, and fewer repeats.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
@@ -66,12 +66,13 @@ def collectives(
 ) -> None:
     """All-reduce with every strategy, and send, beside gloo, MPI (where mpirun and mpi4py are there) and memory.
 
-    All contestants take turns in one run, in several rounds: times are medians, "min-max" the fastest and the slowest
-    round, ratios medians of the rounds' own. "x gloo" is gloo's time over the contestant's: above 1 it is faster than
-    gloo. "x mpi" is the same with MPI. The time of a call is that of its slowest rank, every rank has one torch
-    thread, and sums are checked. The strategies work on registered tensors (group.empty), "shared" is the default one
-    with one result for all ranks (all_reduce(shared=True)), "staged" the default one on a plain torch tensor. algbw is
-    bytes / time and busbw = algbw * 2(n-1)/n, in GB/s = 10^9 bytes/s, as in nccl-tests.
+    All contestants take turns in one run, in several rounds: a round is the median of its turns, times are medians of
+    the rounds, "min-max" the fastest and the slowest round, ratios medians of the rounds' own. "x gloo" is gloo's time
+    over the contestant's: above 1 it is faster than gloo. "x mpi" is the same with MPI. The time of a call is that of
+    its slowest rank, every rank has one torch thread, and sums are checked. The strategies work on registered tensors
+    (group.empty), "shared" is the default one with one result for all ranks (all_reduce(shared=True)), "staged" the
+    default one on a plain torch tensor. algbw is bytes / time and busbw = algbw * 2(n-1)/n, in GB/s = 10^9 bytes/s, as
+    in nccl-tests.
 
     The memory limit is what the same bytes cost as plain add_ and copy_ without any waiting: for n ranks n*(n-1)
     add_ and as many copy_ of 1/n of the tensor, in pieces of 512 KiB, spread over one process for each core. Below

@@ -94,7 +94,8 @@ class JoinedRun:
     def summary(self) -> str:
         """In words."""
         record, steps = self.record, self.record.steps
-        first = f"{record.status}: {len(steps)} steps as worker {self._worker.worker_id}"
+        worker = self._worker.worker_id
+        first = f"{record.status}: {len(steps)} steps" + ("" if worker is None else f" as worker {worker}")
         if steps:
             first += f", loss {steps[0].loss:.4f} to {steps[-1].loss:.4f}, {record.tokens_per_second:,.0f} tokens/s"
         why = self._worker.ended_because

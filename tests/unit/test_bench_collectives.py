@@ -312,13 +312,14 @@ def test_a_peer_keeps_its_tensor_until_it_rests_or_another_is_wanted(tmp_path):
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         listening.listen()
-        serving = threading.Thread(target=wire.serve, args=(contestant, "mpi", path))
+        listening.settimeout(10)
+        serving = threading.Thread(target=wire.serve, args=(contestant, "mpi", path), daemon=True)
         serving.start()
         connection, _ = listening.accept()
-        connection.sendall(b"".join(command.to_line() for command in commands))
-        connection.shutdown(socket.SHUT_WR)
-        serving.join()
-        connection.close()
+        with connection:
+            connection.sendall(b"".join(command.to_line() for command in commands))
+            connection.shutdown(socket.SHUT_WR)
+            serving.join(10)
     asked = [name for name in contestant.asked if name in ("prepare", "check", "rest")]
     assert asked == ["prepare", "check", "prepare", "rest", "prepare"]
 
