@@ -92,7 +92,7 @@ class Coordinator:
         apart = gpipe_of_stages(blueprint.table.rank_of_stage, blueprint.table.microbatches)
         self._executor_apart = self._make_executor(apart, self.recorder)
         self._evaluator = self._make_executor(apart.forward_only())
-        await rank_mesh.compute(seed_dropout, config, part, rank_mesh)
+        await seed_dropout(config, part, self._loss, rank_mesh)
         rank_mesh.collectives.events_into = self.recorder
         self._events = StepEvents(self.recorder, exchange)
 

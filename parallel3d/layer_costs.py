@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from parallel3d.seeding import numbers_kept
 from runtime.errors import InvalidCall
 
 Clock = Callable[[], float]
@@ -48,7 +48,7 @@ def profile_layers(
         raise InvalidCall(f"repeats = {repeats}: give at least 1.")
     inputs = as_tensors(sample, "the sample")
     profiles = [_Profile(layer, f"layer {index} ({type(layer).__name__})", clock) for index, layer in enumerate(layers)]
-    with _random_numbers_kept(_cuda_devices(layers, inputs)), torch.enable_grad():
+    with numbers_kept(_cuda_devices(layers, inputs)), torch.enable_grad():
         # Whole passes and not one layer at a time: a moment in which the machine was busy spoils one run of many
         # layers, which a median ignores, and not all runs of one layer.
         passes = [_pass(profiles, inputs) for _ in range(repeats + 1)][1:]
@@ -152,16 +152,6 @@ def _cut_off(tensor: torch.Tensor) -> torch.Tensor:
 def _cuda_devices(layers: Sequence[nn.Module], tensors: Tensors) -> list[torch.device]:
     found = {each.device for layer in layers for each in layer.parameters()} | {each.device for each in tensors}
     return [device for device in found if device.type == "cuda"]
-
-
-@contextlib.contextmanager
-def _random_numbers_kept(devices: list[torch.device]) -> Iterator[None]:
-    state = random.getstate()
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(state)
 
 
 @contextlib.contextmanager

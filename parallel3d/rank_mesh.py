@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import inspect
 import itertools
@@ -16,6 +17,7 @@ import torch
 
 from monitoring.collectives import CollectiveRecorder
 from monitoring.loop_lag import LagHistogram, LagMeter
+from parallel3d.seeding import OwnDraws
 from process_groups.formation import Formation, MeshPlan
 from process_groups.group import Group
 from process_groups.in_process import InProcessWorld
@@ -133,6 +135,7 @@ class Mesh:
         self.config, self.collectives = config, CollectiveRecorder()
         self._plan, self._threads, self._environment, self._place = plan, threads, environment, place
         self._formation: Formation | None = None
+        self._draws: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         self._engine = DaemonThreads("parallel3d-engine", limit=1)
         self._lag = LagMeter()
         self._control = rank_control() if place is None else None
@@ -204,11 +207,25 @@ class Mesh:
         if inspect.iscoroutinefunction(function):
             raise InvalidCall(f"compute: {function.__name__} is async; await it on the event loop instead.")
         context = contextvars.copy_context()
+
+        def run() -> T:
+            with self._draws:
+                return context.run(function, *args, **kwargs)
+
         self._num_computing += 1
         try:
-            return await asyncio.wrap_future(self._engine.submit(lambda: context.run(function, *args, **kwargs)))
+            return await asyncio.wrap_future(self._engine.submit(run))
         finally:
             self._num_computing -= 1
+
+    @property
+    def shares_process(self) -> bool:
+        """Whether other ranks are tasks of the same process."""
+        return self._place is not None
+
+    def draw_apart(self) -> None:
+        """From now on computations draw random numbers of this rank's own, though it shares its process."""
+        self._draws = OwnDraws()
 
     @property
     def is_computing(self) -> bool:

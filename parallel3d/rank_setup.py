@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from monitoring.recorder import Recorder
 from parallel3d.config import RunConfig
 from parallel3d.gradient_sync import GradientSync
 from parallel3d.late_gradients import LateGradients
-from parallel3d.losses import StepLoss, make_loss
+from parallel3d.losses import OwnLoss, StepLoss, make_loss
 from parallel3d.rank_mesh import Mesh
 from parallel3d.rank_part import RankPart
 from parallel3d.schedules.actions import Kind
 from parallel3d.seeding import OwnNumbers, RankNumbers, seed_from_now_on, seed_of
 from parallel3d.tensor_parallel import is_cut
 from parallel3d.vocabulary import gather_logits, vocab_cross_entropy
+
+_NEVER_DRAW = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.ModuleList, nn.Sequential)
 
 
 def loss_of(config: RunConfig, part: RankPart) -> StepLoss:
@@ -47,7 +50,27 @@ def sync_of(config: RunConfig, part: RankPart, rank_mesh: Mesh, recorder: Record
     return sync
 
 
-def seed_dropout(config: RunConfig, part: RankPart, rank_mesh: Mesh) -> None:
+async def seed_dropout(config: RunConfig, part: RankPart, loss: StepLoss, rank_mesh: Mesh) -> None:
+    """So that ranks drop what they should, also if they share a process."""
+    if rank_mesh.shares_process:
+        if not _may_draw(part, loss):  # nor may it touch numbers that others' first weights are made of
+            return
+        rank_mesh.draw_apart()
+    await rank_mesh.compute(_seed_dropout, config, part, rank_mesh)
+
+
+def _may_draw(part: RankPart, loss: StepLoss) -> bool:
+    """Whether random numbers may be drawn in a forward of this rank. What is unknown may do so."""
+    modules = (module for stage in part.stages.values() for module in stage.module.modules())
+    return isinstance(loss, OwnLoss) or any(
+        module.p > 0
+        if isinstance(module, _DropoutNd)
+        else type(module) not in _NEVER_DRAW and not type(module).__module__.startswith("parallel3d.")
+        for module in modules
+    )
+
+
+def _seed_dropout(config: RunConfig, part: RankPart, rank_mesh: Mesh) -> None:
     """Replicas and stages drop different values. Tensor-parallel ranks drop the same of what each of them has whole,
     and each for itself between a column and its row, where it has features of its own. Where the sequence is cut each
     has another part, and drops of it for itself: but not in the modules around those, where a gradient that was put

@@ -13,6 +13,7 @@ from parallel3d.config import RunConfig, load_config
 from parallel3d.coordinator import Coordinator
 from parallel3d.models.build import build_model
 from parallel3d.models.materialize import materialize
+from parallel3d.sharded import cut_of
 
 STEPS, SEQUENCE, VOCABULARY = 5, 8, 37
 TWO_STAGES_A_RANK = ("interleaved", "round-robin", "zbv", "dualpipe-v")
@@ -166,3 +167,30 @@ async def check(given: dict[str, Any], tolerance: float | None = None) -> None:
         torch.testing.assert_close(
             weights[name], values, rtol=0, atol=of_weights, msg=lambda text, n=name: f"{n}: {text}"
         )
+
+
+async def check_dropout(tp: int, *, sequence_parallel: bool) -> None:
+    """What tensor-parallel ranks have in common stays the same on all of them."""
+    given = settings(1, tp, 1, model__args__dropout=0.3, parallel__sequence_parallel=sequence_parallel)
+    async with Coordinator.from_config(load_config(None, overrides=given)) as coordinator:
+        for step in range(2):
+            await coordinator.train_step(whole_batch(coordinator.config, step))
+        for parameter, name in coordinator._part.names.items():
+            if cut_of(parameter) is None:
+                every = await coordinator.mesh.tp.all_gather(parameter.detach().clone().unsqueeze(0))
+                assert (every == every[0]).all(), name
+
+
+async def check_dropout_of_parts(tp: int) -> None:
+    """Features that are cut over ranks are dropped by each for itself, also by a module that drops whole values too."""
+    given = of_a_users_model(1, tp, 1, "dropping")
+    async with Coordinator.from_config(load_config(None, overrides=given)) as coordinator:
+        await coordinator.train_step(whole_batch(coordinator.config, 0))
+        model, tp_group = coordinator._part.blueprint.model.whole, coordinator.mesh.tp
+        for inner, outer in [each for block in model.blocks for each in block.kept]:
+            parts = await tp_group.all_gather(inner.byte().unsqueeze(0))
+            assert all((parts[0] != part).float().mean() > 0.3 for part in parts[1:]), "half of them differ by chance"
+            wholes = await tp_group.all_gather(outer.byte().unsqueeze(0))
+            assert (wholes == wholes[0]).all()
+        masks = [inner for block in model.blocks for inner, _ in block.kept]
+        assert len({each.numpy().tobytes() for each in masks}) == len(masks), "a mask came twice"

@@ -28,6 +28,7 @@ from parallel3d.models.hf_calls import (
     stand_ins,
     with_others,
 )
+from parallel3d.seeding import numbers_kept
 
 Adapt = Callable[[str, nn.Module], nn.Module]
 
@@ -92,7 +93,7 @@ def _difference(whole: nn.Module, row: Row, adapt: Adapt, answer: Answer) -> str
     tokens = torch.zeros(2, 3, dtype=torch.long)
     values: Any = tokens
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), numbers_kept():
             model = with_others(whole, stand_ins(whole, row, expected, answers))
             logits = model(input_ids=tokens, use_cache=False).logits
             for path in row.paths:

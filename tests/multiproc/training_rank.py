@@ -8,18 +8,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import parallel3d
-from parallel3d.config import load_config
-from parallel3d.sharded import cut_of
 from tests.training import (
     FLOAT32,
     HUGGING_FACE_TOLERANCE,
     SCHEDULES,
     check,
+    check_dropout,
+    check_dropout_of_parts,
     meshes,
     of_a_hugging_face_model,
     of_a_users_model,
     settings,
-    whole_batch,
 )
 
 PRECISIONS = {"float64": {}, "float32": FLOAT32}
@@ -40,33 +39,6 @@ def variants(world_size: int, precision: str) -> list[dict]:
             choices = {**more, "optimizer__shard": shard, **PRECISIONS[precision]}
             found.append(settings(dp, tp, pp, schedule, **choices))
     return found
-
-
-async def check_dropout(tp: int, *, sequence_parallel: bool) -> None:
-    """What tensor-parallel ranks have in common stays the same on all of them."""
-    given = settings(1, tp, 1, model__args__dropout=0.3, parallel__sequence_parallel=sequence_parallel)
-    async with parallel3d.Coordinator.from_config(load_config(None, overrides=given)) as coordinator:
-        for step in range(2):
-            await coordinator.train_step(whole_batch(coordinator.config, step))
-        for parameter, name in coordinator._part.names.items():
-            if cut_of(parameter) is None:
-                every = await coordinator.mesh.tp.all_gather(parameter.detach().clone().unsqueeze(0))
-                assert (every == every[0]).all(), name
-
-
-async def check_dropout_of_parts(tp: int) -> None:
-    """Features that are cut over ranks are dropped by each for itself, also by a module that drops whole values too."""
-    given = of_a_users_model(1, tp, 1, "dropping")
-    async with parallel3d.Coordinator.from_config(load_config(None, overrides=given)) as coordinator:
-        await coordinator.train_step(whole_batch(coordinator.config, 0))
-        model, tp_group = coordinator._part.blueprint.model.whole, coordinator.mesh.tp
-        for inner, outer in [each for block in model.blocks for each in block.kept]:
-            parts = await tp_group.all_gather(inner.byte().unsqueeze(0))
-            assert all((parts[0] != part).float().mean() > 0.3 for part in parts[1:]), "half of them differ by chance"
-            wholes = await tp_group.all_gather(outer.byte().unsqueeze(0))
-            assert (wholes == wholes[0]).all()
-        masks = [inner for block in model.blocks for inner, _ in block.kept]
-        assert len({each.numpy().tobytes() for each in masks}) == len(masks), "a mask came twice"
 
 
 async def check_other_models() -> None:

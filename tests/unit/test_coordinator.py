@@ -238,12 +238,12 @@ async def test_an_evaluation_changes_nothing_and_drops_nothing():
 
 async def test_replicas_and_stages_drop_different_values(monkeypatch):
     seeds = []
-    monkeypatch.setattr(rank_setup, "seed_from_now_on", seeds.append)  # one process has one place for a seed
+    monkeypatch.setattr(rank_setup, "seed_from_now_on", seeds.append)
 
     async def main(coordinator):
         pass
 
-    await on_mesh(settings(2, 2, 2), main)
+    await on_mesh(settings(2, 2, 2, model__args__dropout=0.5), main)
     assert sorted(Counter(seeds).values()) == [2] * 4, "tensor-parallel ranks have the same, and no others"
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
 
 import parallel3d
-from tests.training import FLOAT32, check, of_a_llama, settings
+from parallel3d import rank_setup
+from tests.training import FLOAT32, check, check_dropout, check_dropout_of_parts, of_a_llama, settings, train
+from tests.user_models import NOISE
 
 
 async def on_ranks(given, ranks):
@@ -53,3 +56,27 @@ async def test_tied_ends_around_a_sequence_that_is_cut(mesh):
 async def test_a_llama(mesh, options):
     dp, tp, pp = mesh
     await on_ranks(of_a_llama(*mesh, **options), dp * tp * pp)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "cut"])
+async def test_dropout_of_ranks_in_one_process(sequence_parallel):
+    await parallel3d.in_process(partial(check_dropout, 2, sequence_parallel=sequence_parallel), ranks=2)
+
+
+async def test_a_loss_that_draws_in_one_process():
+    """Tensor-parallel ranks draw the same, as ranks of their own processes do."""
+    NOISE.clear()
+    await parallel3d.in_process(partial(train, settings(1, 2, 1, model__loss="tests.user_models:noisy_loss")), ranks=2)
+    mine, others = NOISE.values()
+    assert all(map(torch.equal, mine, others))
+    assert not torch.equal(mine[0], mine[1])
+
+
+async def test_dropout_of_parts_in_one_process():
+    await parallel3d.in_process(partial(check_dropout_of_parts, 2), ranks=2)
+
+
+async def test_ranks_that_drop_nothing_leave_the_numbers_of_their_process_alone(monkeypatch):
+    """Others that are made meanwhile draw their first weights from there."""
+    monkeypatch.setattr(rank_setup, "_seed_dropout", None)
+    await on_ranks(settings(1, 2, 1, parallel__sequence_parallel=True), 2)
