@@ -8,7 +8,7 @@ import torch
 
 from process_groups.strategies.arithmetic import wide_dtype
 
-PIECE = 512 << 10  # bytes: small enough to stay in a core's cache, large enough that Python's part does not count
+PIECE = 256 << 10  # bytes: small enough to stay in a core's cache, large enough that Python's part does not count
 
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -25,13 +25,15 @@ class Reducer:
         self._bytes: torch.Tensor | None = None
 
     def __call__(self, out: torch.Tensor, inputs: Sequence[torch.Tensor], op: str) -> None:
-        """`out` becomes the reduction of the inputs, 1-D and at most a piece long; it may be one of them."""
+        """`out` becomes the reduction of the inputs, 1-D and at most a piece long; it may be one of them.
+
+        Where it is the first, what is not finished is written over it too, which needs less of the cache."""
         combine, (first, *others, last) = _COMBINE[op], inputs
         wide = wide_dtype(out.dtype, op)
         if wide is out.dtype or (not others and op != "mean"):  # one addition rounds once, whatever the dtype
             so_far = first
             for values in others:
-                so_far = combine(so_far, values, out=self._scratch(out.numel(), wide))
+                so_far = combine(so_far, values, out=out if out is first else self._scratch(out.numel(), wide))
             result = combine(so_far, last, out=out)
         else:
             result = self._scratch(out.numel(), wide).copy_(first)

@@ -132,12 +132,13 @@ def _reduce_in_place(
             ]
 
     for inputs in exchange.remembered((*mine, dtype, *offsets), lambda: list(views_of_pieces())):
-        own = inputs[me]
-        exchange.reduce(own, inputs, call.op)
         if copies:
-            for peer, theirs in enumerate(inputs):
-                if peer != me:
-                    theirs.copy_(own)
+            first, *others = inputs
+            exchange.reduce(first, inputs, call.op)
+            for other in others:
+                other.copy_(first)
+        else:
+            exchange.reduce(inputs[me], inputs, call.op)
         exchange.check()
 
 

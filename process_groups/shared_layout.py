@@ -83,6 +83,16 @@ class GroupLayout:
         """Messages of a peer's pipe that the owner has taken out."""
         return self._of_peer(5, peer)
 
+    def receiving(self, peer: int) -> int:
+        """Words about a tensor that the owner copies from a peer: how many pieces it has begun or come to,
+        and where in its arena they go, plus 1; 0 when that is elsewhere."""
+        return self._of_peer(6, peer)
+
+    def helping(self, peer: int) -> int:
+        """Words about tensors that the owner copies for a peer, from their end: how often it has done with a piece, how
+        often it was about to begin one, and the first that is begun."""
+        return self._of_peer(7, peer)
+
     def header(self, peer: int, packet: int) -> int:
         """Of a packet to a peer: its bytes, and the offset of a registered buffer plus 1 where it stands for one."""
         return self._of_peer(3, peer) + packet % NUM_PACKETS * 16
@@ -113,7 +123,7 @@ class GroupLayout:
 
     @staticmethod
     def _control_size(size: int) -> int:
-        return -(-(8 + 6 * size) * _LINE // _PAGE) * _PAGE
+        return -(-(8 + 8 * size) * _LINE // _PAGE) * _PAGE
 
 
 def lay_out(group_sizes: Sequence[int]) -> list[GroupLayout]:

@@ -2,11 +2,21 @@
 
 A registered tensor above 64 KiB is one packet that only says where it lies. Everything else is copied into packets; a
 send whose packets all found room has ended, whether or not the receiver has come.
+
+Where the receiver's tensor is registered too, both copy, for one core alone gets only half as much out of the other's
+cache: the receiver begins with the first piece, the sender with the last, until they meet.
+
+    receiver  ──▶  0  1  2  3  4  5  6  7  ◀──  sender
+
+Either may come late or be interrupted, so neither leaves a piece to the other that has not begun it. Whoever begins a
+piece says so before it looks how far the other is. Both may then copy the piece at which they meet, which does no harm;
+what must not be is that the sender still writes when the receiver has ended, so that one waits for it.
 """
 
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -20,7 +30,14 @@ from process_groups.transport import Call
 
 _HEADER = struct.Struct("<QQ")
 _WORTH_SHOWING = 64 << 10  # bytes: a larger registered tensor is read where it lies, and the sender waits for that
+_PIECE = 256 << 10  # bytes that one of them copies at once
 _MOST_KNOWN = 256  # sizes whose views are kept
+
+
+def _pieces(num_bytes: int) -> tuple[int, int]:
+    """How many, and the size of all but the last: whole cache lines."""
+    size = min(_PIECE, -(-num_bytes // 2 // 64) * 64)
+    return -(-num_bytes // size), size
 
 
 class _Pair:
@@ -30,13 +47,19 @@ class _Pair:
         layout, sender = exchange.layout, exchange.arenas[source]
         assert sender is not None
         peer = target if source == exchange.me else source
-        self._sender, self._memory, self._is_abandoned = sender, sender.memory, exchange.is_abandoned
+        receiver = exchange.arenas[target]
+        assert receiver is not None
+        self._sender, self._receiver, self._memory = sender, receiver, sender.memory
+        self._is_abandoned, self._fence = exchange.is_abandoned, threading.Lock()
+        self._receiving = exchange.words(target, layout.receiving(source), 2)
+        self._helping = exchange.words(source, layout.helping(target), 3)
+        self.helped = exchange.counter(source, layout.helping(target), peer)
         self._headers = [layout.header(target, number) for number in range(NUM_PACKETS)]
         self._places = [layout.packet(target, number) for number in range(NUM_PACKETS)]
         self.sent = exchange.counter(source, layout.sent(target), peer)
         self.consumed = exchange.counter(target, layout.consumed(source), peer)
         self.number = 0
-        """Packets so far."""
+        """Packets so far; a tensor that is shown counts for two."""
         self._views: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
     def _packet(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -47,6 +70,12 @@ class _Pair:
                 self._views.clear()
             views = self._views[numel, dtype] = [self._sender.tensor(place, numel, dtype) for place in self._places]
         return views[self.number % NUM_PACKETS]
+
+    def _claim(self, words: memoryview, index: int, value: int) -> None:
+        """Have the other one see it before this one looks at what the other has claimed."""
+        words[index] = value
+        with self._fence:  # never contended
+            pass
 
 
 class Outbox(_Pair):
@@ -63,11 +92,12 @@ class Outbox(_Pair):
             return self._put(torch.split(source.view(torch.uint8), PACKET))
         return self._put((source,) if source.numel() else ())
 
-    def at_once(self, call: Call) -> bool:
+    def begin(self, call: Call) -> Steps | None:
+        """As much as can be done at once; what is left to do."""
         source = call.source
         assert source is not None
         if not 0 < source.nbytes <= _WORTH_SHOWING or self.consumed.words[0] <= self.number - NUM_PACKETS:
-            return False
+            return self.send(call)
         if call.memory is not None:
             place = self._places[self.number % NUM_PACKETS]
             self._memory[place : place + source.nbytes] = call.memory
@@ -76,10 +106,7 @@ class Outbox(_Pair):
             self._packet(source.numel(), source.dtype).copy_(source)
         self.number += 1
         self.sent.store(self.number)
-        return True
-
-    def begin(self, call: Call) -> Steps | None:
-        return None if self.at_once(call) else self.send(call)
+        return None
 
     def _put(self, parts: Sequence[torch.Tensor]) -> Steps:
         for part in parts:
@@ -92,13 +119,37 @@ class Outbox(_Pair):
             self.sent.store(self.number)
 
     def _show(self, source: torch.Tensor, offset: int) -> Steps:
-        """Let the receiver read where the values lie, and wait until it has; they are held until then."""
+        """Let the receiver read where the values lie, and help it; they are held until it has all of them."""
         if self.consumed.value <= self.number - NUM_PACKETS:
             yield self.consumed, self.number - NUM_PACKETS + 1
+        self._helping[2] = _pieces(source.nbytes)[0]
         self._write_header(source.nbytes, offset + 1)
-        self.number += 1
-        self.sent.store(self.number)
+        self.number += 2  # for the receiver says twice that it is there: when it begins, and when it has done
+        self.sent.store(self.number - 1)
+        yield self.consumed, self.number - 1
+        self._help(source)
         yield self.consumed, self.number
+
+    def _help(self, source: torch.Tensor) -> None:
+        """Copy pieces, the last one first, until the receiver has begun all that are left."""
+        place = self._receiving[1] - 1
+        if place < 0:
+            return
+        values, (left, size) = source.view(torch.uint8), _pieces(source.nbytes)
+        while True:
+            begun = self._helping[1] + 1
+            self._claim(self._helping, 1, begun)
+            if left <= self._receiving[0]:
+                break
+            left -= 1
+            self._helping[2] = left
+            if self._is_abandoned():  # a receiver that gave up may use its buffer for something else
+                raise Abandoned
+            part = values[left * size : (left + 1) * size]
+            start = place + left * size
+            self._receiver.bytes[start : start + len(part)].copy_(part)
+            self.helped.store(begun)
+        self.helped.store(begun)
 
     def _write_header(self, num_bytes: int, place: int) -> None:
         _HEADER.pack_into(self._memory, self._headers[self.number % NUM_PACKETS], num_bytes, place)
@@ -115,16 +166,14 @@ class Inbox(_Pair):
             return self._take(target, call.memory)
         return self._take_all(target.view(torch.uint8))
 
-    def at_once(self, call: Call) -> bool:
+    def begin(self, call: Call) -> Steps | None:
+        """As much as can be done at once; what is left to do."""
         target = call.target
         assert target is not None
         if not 0 < target.nbytes <= _WORTH_SHOWING or self.sent.words[0] <= self.number:
-            return False
+            return self.receive(call)
         self._take_one(target if target.dim() == 1 else target.view(-1), call.memory)
-        return True
-
-    def begin(self, call: Call) -> Steps | None:
-        return None if self.at_once(call) else self.receive(call)
+        return None
 
     def _take(self, target: torch.Tensor, memory: memoryview | None) -> Steps:
         """One packet, which needs no header: both ends know its size."""
@@ -150,15 +199,33 @@ class Inbox(_Pair):
             if self.sent.value <= self.number:
                 yield self.sent, self.number + 1
             num_bytes, place = _HEADER.unpack_from(self._memory, self._headers[self.number % NUM_PACKETS])
-            packet = (
-                self._sender.bytes[place - 1 : place - 1 + num_bytes] if place else self._packet(num_bytes, torch.uint8)
-            )
-            target[start : start + num_bytes].copy_(packet)
-            if place and self._is_abandoned():  # what a sender that gave up has in its buffer may be anything
-                raise Abandoned
+            if place:
+                yield from self._take_shown(target, place - 1)
+                return
+            target[start : start + num_bytes].copy_(self._packet(num_bytes, torch.uint8))
             start += num_bytes
             self.number += 1
             self.consumed.store(self.number)
+
+    def _take_shown(self, target: torch.Tensor, place: int) -> Steps:
+        """Copy the sender's tensor, the first piece first, but for what the sender has begun to copy."""
+        own_place, begun, (_, size) = self._receiver.offset_of(target), 0, _pieces(len(target))
+        self._receiving[0], self._receiving[1] = 0, 0 if own_place is None else own_place + 1
+        self.consumed.store(self.number + 1)
+        while True:
+            self._claim(self._receiving, 0, begun + 1)
+            if begun >= self._helping[2]:
+                break
+            part = target[begun * size : (begun + 1) * size]
+            start = place + begun * size
+            part.copy_(self._sender.bytes[start : start + len(part)])
+            begun += 1
+        if self.helped.value < (last := self._helping[1]):
+            yield self.helped, last
+        if self._is_abandoned():  # what a sender that gave up has in its buffer may be anything
+            raise Abandoned
+        self.number += 2
+        self.consumed.store(self.number)
 
 
 class Packets:

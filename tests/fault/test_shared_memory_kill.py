@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 RANKS = 4
 VICTIM = 3
 PROMISE = 1.0  # seconds within which a death is known
-NUM = 3 << 20  # floats: six pieces for each of four ranks
+NUM = 3 << 20  # floats: twelve pieces for each of four ranks
 STRATEGIES = ("ring", "tree", "hierarchical")
 
 Point = tuple[type, str, int]
@@ -55,6 +55,8 @@ POINTS: dict[str, tuple[str, Point]] = {
     "while it waits for a range (hierarchical)": ("hierarchical", (SharedLink, "receive", 2)),
     "after a strategy and before the last round": ("tree", (Exchange, "arrive", 1)),
     "while it receives a registered tensor": ("to the victim", (Counter, "store", 1)),
+    "while it receives what others copy for it": ("to the victim", (Inbox, "_claim", 1)),
+    "while it copies for a receiver": ("from the victim", (Counter, "store", 2)),
     "before it sends": ("from the victim", (Outbox, "send", 1)),
     "in the middle of what it sends": ("staged from the victim", (Outbox, "_write_header", 7)),
     "in the middle of what it receives": ("staged to the victim", (Inbox, "_packet", 7)),

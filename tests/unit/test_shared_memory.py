@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from process_groups import exchange, relay, shared_collectives
+from process_groups import exchange, relay, shared_collectives, shared_packets
 from process_groups.arena import Arena, open_peer
 from process_groups.board import Page
 from process_groups.exchange import Exchange
@@ -349,7 +349,7 @@ def test_a_message_of_any_size(ranks_of, num_bytes, registered):
     one, other = ranks_of(2)
     values = torch.arange(num_bytes).to(torch.uint8)
     for _ in range(3):
-        target = torch.zeros(num_bytes, dtype=torch.uint8)
+        target = other.tensor(torch.zeros_like(values), registered)
         send = one.steps(Call("send", source=one.tensor(values, registered), peer=1))
         recv = other.steps(Call("recv", target=target, peer=0))
         in_any_order([Stepped(send), Stepped(recv)], random.Random(num_bytes))
@@ -403,6 +403,86 @@ def test_a_shown_tensor_is_held_until_it_was_read(ranks_of):
     assert torch.equal(target, values)
     gc.collect()
     assert one.arena.num_bytes_used == used
+
+
+class Baton:
+    """Threads of which one runs at a time, and another at random wherever one hands over."""
+
+    def __init__(self, choose: random.Random, num: int) -> None:
+        self._choose, self._running = choose, list(range(num))
+        self._turns = [threading.Semaphore(0) for _ in range(num)]
+        self._here = threading.local()
+
+    def hand_over(self) -> None:
+        following = self._choose.choice(self._running)
+        if following != self._here.number:
+            self._turns[following].release()
+            assert self._turns[self._here.number].acquire(timeout=SECONDS)
+
+    def run(self, *functions: Callable[[], None]) -> None:
+        threads = [threading.Thread(target=self._run_one, args=each, daemon=True) for each in enumerate(functions)]
+        for thread in threads:
+            thread.start()
+        self._turns[0].release()
+        for thread in threads:
+            thread.join(SECONDS)
+        assert not self._running, "a thread has failed"
+
+    def _run_one(self, number: int, function: Callable[[], None]) -> None:
+        self._here.number = number
+        assert self._turns[number].acquire(timeout=SECONDS)
+        function()
+        self._running.remove(number)
+        if self._running:
+            self._turns[self._choose.choice(self._running)].release()
+
+
+@pytest.mark.parametrize("num_bytes", [257, 64 * 5, 64 * 9 + 3])
+def test_both_ends_copy_a_registered_tensor_until_they_meet(ranks_of, monkeypatch, num_bytes):
+    """They may be interrupted wherever one looks at what the other does."""
+    monkeypatch.setattr(shared_packets, "_WORTH_SHOWING", 256)
+    monkeypatch.setattr(shared_packets, "_PIECE", 64)
+    choose, copied_by_sender = random.Random(num_bytes), 0
+    baton = Baton(choose, 2)
+    claim, is_abandoned = shared_packets._Pair._claim, Exchange.is_abandoned
+
+    def claim_and_hand_over(pair, words, index, value):
+        baton.hand_over()
+        claim(pair, words, index, value)
+        baton.hand_over()
+
+    def look_and_hand_over(exchange):  # what comes next is a copy
+        nonlocal copied_by_sender
+        copied_by_sender += exchange is one.exchange
+        baton.hand_over()
+        return is_abandoned(exchange)
+
+    monkeypatch.setattr(shared_packets._Pair, "_claim", claim_and_hand_over)
+    monkeypatch.setattr(Exchange, "is_abandoned", look_and_hand_over)
+    one, other = ranks_of(2)
+
+    def run(stepped):
+        while not stepped.has_ended:
+            if not stepped.go_on():
+                baton.hand_over()
+
+    def receive(target):
+        run(Stepped(other.steps(Call("recv", target=target, peer=0))))
+        received.append(target.clone())
+        baton.hand_over()
+        target.fill_(7)  # it is the user's again
+
+    for _ in range(200):
+        values, received = torch.randint(8, 256, (num_bytes,), dtype=torch.uint8), []
+        source, target = one.tensor(values, True), other.tensor(torch.zeros_like(values), True)
+        baton._running[:] = [0, 1]
+        baton.run(
+            partial(run, Stepped(one.steps(Call("send", source=source, peer=1)))),
+            partial(receive, target),
+        )
+        assert torch.equal(received[0], values)
+        assert target.eq(7).all(), "the sender wrote after the receive had ended"
+    assert copied_by_sender > 200
 
 
 # Small calls that are carried out where they are made.
@@ -661,6 +741,24 @@ def test_nobody_receives_what_a_sender_that_gave_up_has_overwritten(ranks_of):
     source.fill_(float("nan"))
     with pytest.raises(Abandoned):
         in_any_order([Stepped(other.steps(Call("recv", target=target, peer=0)))], random.Random(1))
+
+
+def test_nobody_receives_what_a_sender_that_gave_up_has_copied(ranks_of, monkeypatch):
+    """It may have begun before it gave up, and its tensor is its user's again."""
+    one, other = ranks_of(2)
+    source, target = (rank.tensor(torch.ones(COPIED), True) for rank in (one, other))
+    send = Stepped(one.steps(Call("send", source=source, peer=1)))
+    receive = Stepped(other.steps(Call("recv", target=target, peer=0)))
+    send.go_on()
+
+    def help_and_give_up(pair, words, index, value):
+        monkeypatch.undo()
+        send.go_on()  # copies everything, for the receiver has begun nothing yet
+        one.exchange.give_up()
+        pair._claim(words, index, value)
+
+    monkeypatch.setattr(shared_packets.Inbox, "_claim", help_and_give_up)
+    assert not receive.goes_on_until_it_fails()
 
 
 def test_a_reduction_stops_between_two_pieces(ranks_of, monkeypatch):
