@@ -11,7 +11,7 @@ tensors' slices to its own and copies the result into them:
     └────────┴──────────┴──────────┘
 
 On the host that is N·(N-1) times `add_` and as often `copy_`, of S/N bytes each. One process for each usable core, with
-one torch thread, does its share: the same for its part of the tensors, 1/P of each, in pieces of 512 KiB that stay
+one torch thread, does its share: the same for its part of the tensors, 1/P of each, in pieces of 256 KiB that stay
 in the cache between the adding and the copying. All tensors together are N·S bytes, as in the all-reduce itself.
 Below some 64 KiB this measures what the calls of `add_` and `copy_` cost, and C code may well be faster.
 """
@@ -29,7 +29,7 @@ from parallel3d.benchmarks.known_values import check_sum, fill
 from parallel3d.benchmarks.plan import torch_dtype
 from parallel3d.benchmarks.wire import Command, end_quietly_on_interrupt, serve, stdout_to_stderr
 
-PIECE_BYTES = 512 << 10
+PIECE_BYTES = 256 << 10
 
 
 def cut(length: int, parts: int) -> list[range]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in REDUCIBLE}
 SIZES = "4,4KiB,64KiB,1MiB,16MiB,64MiB,256MiB"
 QUICK_SIZES = "4,64KiB,1MiB,16MiB"
 ROUNDS, QUICK_ROUNDS = 5, 3
+_TURNS_AND_CALLS = {64 << 10: (7, 40), 1 << 20: (7, 20), 16 << 20: (3, 8), math.inf: (2, 2)}
+"""Up to so many bytes: turns in a round, and calls in a turn."""
 _EXACT_UP_TO = {"int8": 127, "uint8": 255, "bfloat16": 1 << 8, "float16": 1 << 11}
 # Of every rank's tensor: itself, and as much again for what a peer may allocate inside a call, as some of MPI's
 # algorithms do, or for our tensor that is not registered. One crew at a time holds tensors.
@@ -40,12 +43,16 @@ class Plan:
         return DTYPES[self.dtype].itemsize
 
     def repeats(self, num_bytes: int) -> int:
-        """Calls in one turn, the same for every contestant: so many that small sizes rise above the clock."""
-        return 40 if num_bytes <= 64 << 10 else 6 if num_bytes <= 1 << 20 else 2 if num_bytes <= 16 << 20 else 1
+        """Calls in one turn, the same for every contestant: so many that its start does not count."""
+        return _turns_and_calls(num_bytes)[1]
 
     def turns(self, num_bytes: int) -> int:
         """Turns of each contestant in one round, whose median is the round's value."""
-        return 1 if self.quick else 7 if num_bytes <= 16 << 20 else 3
+        return 1 if self.quick else _turns_and_calls(num_bytes)[0]
+
+
+def _turns_and_calls(num_bytes: int) -> tuple[int, int]:
+    return next(found for most, found in _TURNS_AND_CALLS.items() if num_bytes <= most)
 
 
 def make_plan(

@@ -192,10 +192,18 @@ def test_an_mpi_that_does_not_work_is_left_out_with_its_own_words(short_tmp):
     ("args", "message"),
     [
         (["-n", "1"], "--ranks 1: a collective needs at least 2 ranks."),
-        (["--sizes", "x"], "--sizes 'x' is not a size such as 4, 64KiB or 1.5MiB."),
-        (["--plot", "b.txt"], "--plot b.txt: the name must end in .png, .svg or .pdf."),
-        (["--plot", "no/b.png"], "--plot no/b.png can't be written: No such file or directory. Name another file."),
-        (["--plot", "d.png"], "--plot d.png can't be written: Is a directory. Name another file."),
+        *(
+            pytest.param(*each, marks=pytest.mark.exhaustive)
+            for each in (
+                (["--sizes", "x"], "--sizes 'x' is not a size such as 4, 64KiB or 1.5MiB."),
+                (["--plot", "b.txt"], "--plot b.txt: the name must end in .png, .svg or .pdf."),
+                (
+                    ["--plot", "no/b.png"],
+                    "--plot no/b.png can't be written: No such file or directory. Name another file.",
+                ),
+                (["--plot", "d.png"], "--plot d.png can't be written: Is a directory. Name another file."),
+            )
+        ),
     ],
 )
 def test_bad_input_gets_one_message_before_a_process_starts(tmp_path, short_tmp, args, message):

@@ -102,9 +102,9 @@ def test_large_sizes_and_quick_runs_repeat_less():
     assert [(plan_of().turns(size), plan_of().repeats(size)) for size in sizes] == [
         (7, 40),
         (7, 40),
-        (7, 6),
-        (7, 2),
-        (3, 1),
+        (7, 20),
+        (3, 8),
+        (2, 2),
     ]
     assert {plan_of(quick=True).turns(size) for size in sizes} == {1}
 

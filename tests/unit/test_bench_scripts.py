@@ -55,7 +55,15 @@ def test_what_was_not_measured_is_left_out(load):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
-    ["await_overhead", "collectives", "gradient_server", "launch", "monitoring", "pipeline", "training"],
+    [
+        "collectives",
+        "gradient_server",
+        "launch",
+        *(
+            pytest.param(script, marks=pytest.mark.exhaustive)
+            for script in ("await_overhead", "monitoring", "pipeline", "training")
+        ),
+    ],
 )
 def test_every_script_starts_as_it_says(script):
     """One of them has the name of a package."""
