@@ -33,7 +33,7 @@ async def train(tell: Tell) -> None:
         tell((trained[0].norms, [each.numpy() for each in trained[0].weights]))
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_training_equals_a_plain_loop_and_sharding_changes_no_bit(size):
     with Ranks(train, torch_variables(size)) as ranks:
         expected = plain_loop(make_stages(2, torch.float64, WIDTH), CONFIG, 3, torch.float64, WIDTH)

@@ -18,7 +18,7 @@ GLOO = {"BACKEND": "gloo", "GLOO_SOCKET_IFNAME": "lo"}
     [
         pytest.param(2, {}, marks=pytest.mark.exhaustive),
         (4, {}),
-        (2, GLOO),
+        pytest.param(2, GLOO, marks=pytest.mark.exhaustive),
         pytest.param(3, GLOO, marks=pytest.mark.exhaustive),
     ],
     ids=["2", "4", "gloo", "gloo 3"],
