@@ -6,14 +6,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from process_groups.arena import PAGE, Arena, Mapping, join, no_memory
+from process_groups.arena import NONCE, PAGE, Arena, Mapping, join, no_memory
+from process_groups.faster_way import FasterWay
 from process_groups.lane import Steps
+from process_groups.peer_memory import read_into
 from process_groups.reduction import Reducer
 from process_groups.shared_layout import NUM_SLOTS, GroupLayout
 from process_groups.signals import Abandoned, Counter, Sleepers
 
 _MOST_KNOWN = 512  # shapes whose views are kept: making them would cost more than a small call's own work
 _MOST_JOINED = 64  # shared results that stay mapped, a mapping for each rank
+_NEVER = (1 << 64) - 1  # of a counter
 _MOST_PIECES = 8192  # views of pieces that are kept, about 5 MiB
 
 
@@ -41,8 +44,12 @@ class Exchange:
         self._aborts = [_word(arena, layout.abort) for arena in peers]
         self._is_given_up = False
         self._offers = [
-            [None if arena is None else _word(arena, layout.offer(parity)) for arena in arenas] for parity in (0, 1)
+            [None if arena is None else _words(arena, layout.offer(parity), 4) for arena in arenas] for parity in (0, 1)
         ]
+        self._reads_peers: bool | None = None
+        """Whether the kernel lets it read its peers' own memory; None before it was tried."""
+        self.reading_is_faster = FasterWay()
+        """Than running sums; the first rank's counts."""
         self._slot_starts = [layout.slot(slot) for slot in range(NUM_SLOTS)]
         self._joined: dict[tuple[object, ...], torch.Tensor] = {}
         self._work_space: torch.Tensor | None = None
@@ -92,7 +99,7 @@ class Exchange:
         """Some 64-bit words of a rank's arena."""
         arena = self.arenas[owner]
         assert arena is not None
-        return arena.memory[offset : offset + 8 * num_words].cast("Q")
+        return _words(arena, offset, num_words)
 
     # Giving up.
 
@@ -142,21 +149,59 @@ class Exchange:
         return first.tensor(self.layout.window(number), numel, dtype)
 
     def show(self, tensor: torch.Tensor | None) -> None:
-        """Tell the peers where this rank's tensor of the next round lies, if it has one and that is registered."""
+        """Tell the peers where this rank's tensor of the next round lies, if it has one: among what ranks share, if it
+        is registered, and for this process."""
         offset = None if tensor is None else self.own.offset_of(tensor)
-        word = self._offers[self.next_round % 2][self.me]
-        assert word is not None
-        word[0] = 0 if offset is None else offset + 1
+        words = self._offers[self.next_round % 2][self.me]
+        assert words is not None
+        words[0] = 0 if offset is None else offset + 1
+        words[1] = 0 if tensor is None else tensor.data_ptr()
+        words[2] = self.own.address
+        words[3] = self._wants_to_read(tensor)
 
     def offer_of(self, peer: int, round_number: int) -> int | None:
         """Where a peer's tensor of that round lies."""
-        word = self._offers[round_number % 2][peer]
-        return word[0] - 1 if word is not None and word[0] else None
+        words = self._offers[round_number % 2][peer]
+        return words[0] - 1 if words is not None and words[0] else None
 
     def offers(self, round_number: int) -> list[int] | None:
         """Where all ranks' tensors of that round lie; None when one of them is not registered."""
         found = [offset for peer in range(self.size) if (offset := self.offer_of(peer, round_number)) is not None]
         return found if len(found) == self.size else None
+
+    # Peers' own memory.
+
+    def _wants_to_read(self, tensor: torch.Tensor | None) -> bool:
+        if tensor is None or not self._reads_peers:
+            return False
+        return self.me != 0 or self.reading_is_faster.is_second(tensor.nbytes)
+
+    def addresses(self, round_number: int) -> list[int] | None:
+        """Where all ranks' tensors of that round lie for their processes; None when one can't read another's, or the
+        first rank does not want to. The first time it is None too: so all ranks know in the next round who can."""
+        offers = [words for words in self._offers[round_number % 2] if words is not None]
+        if self._reads_peers is None:
+            bases = [words[2] for words in offers]
+            self._reads_peers = len(offers) == self.size and all(
+                self._is_read_at(base, peer) for peer, base in enumerate(bases) if peer != self.me
+            )
+        return [words[1] for words in offers] if all(words[3] for words in offers) else None
+
+    def _is_read_at(self, base: int, peer: int) -> bool:
+        """Whether what is read there is the peer's: its number may be another process's in this one's namespace."""
+        nonce = torch.empty(NONCE, dtype=torch.uint8)
+        arena = self.arenas[peer]
+        return arena is not None and self.read(nonce, peer, base) and nonce.equal(arena.bytes[:NONCE])
+
+    def read(self, target: torch.Tensor, peer: int, address: int) -> bool:
+        """Fill a tensor with what a peer has there; False when that can't be read, or not any more."""
+        arena = self.arenas[peer]
+        assert arena is not None
+        return read_into(target, arena.pid, address)
+
+    def until_lost(self, peer: int) -> Steps:
+        """Wait for what a rank does never that has gone: until it is known that it has."""
+        yield self.counter_of_all(peer, self.layout.progress), _NEVER
 
     def joined(self, offsets: Sequence[int], cuts: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A slice of each rank's buffer as one tensor: rank r's from cut r to cut r + 1."""
@@ -200,4 +245,8 @@ class Exchange:
 
 
 def _word(arena: Mapping, offset: int) -> memoryview:
-    return arena.memory[offset : offset + 8].cast("Q")
+    return _words(arena, offset, 1)
+
+
+def _words(arena: Mapping, offset: int, num_words: int) -> memoryview:
+    return arena.memory[offset : offset + 8 * num_words].cast("Q")

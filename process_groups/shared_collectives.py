@@ -2,12 +2,13 @@
 
 Small calls go through the staging slots in one round: each rank puts its values into its slot, all arrive, and each
 takes what it needs from the others' slots. Larger ones read and write registered buffers in place if every rank's
-tensor is one, or else pass through the slots a chunk at a time; all-reduces do that as `relay` says. A slot is used
-again three rounds later, when every rank has arrived at a round after the one in which it was read.
+tensor is one, or else pass through the slots a chunk at a time; all-reduces do that as `relay` says, or `half_each`. A
+slot is used again three rounds later, when every rank has arrived at a round after the one in which it was read.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ import torch
 
 from process_groups.arena import PAGE
 from process_groups.exchange import Exchange
+from process_groups.half_each import can_be_read, half_each
 from process_groups.lane import Steps
 from process_groups.reduction import part, pieces
 from process_groups.relay import relay
@@ -104,7 +106,7 @@ def _all_reduce(exchange: Exchange, call: Call) -> Steps:
     yield from exchange.everybody(round_number)
     offsets = exchange.offers(round_number)
     if offsets is None:
-        yield from relay(exchange, call)
+        yield from _all_reduce_apart(exchange, call, round_number)
         return
     if call.shared and can_be_joined(offsets):
         cuts = cuts_at_pages(offsets[0], target.numel(), target.element_size(), exchange.size)
@@ -113,6 +115,17 @@ def _all_reduce(exchange: Exchange, call: Call) -> Steps:
     else:
         _reduce_in_place(exchange, call, offsets, part(target.numel(), exchange.me, exchange.size))
     yield from exchange.everybody(exchange.arrive())
+
+
+def _all_reduce_apart(exchange: Exchange, call: Call, round_number: int) -> Steps:
+    """Of tensors that are not registered, or not all of them."""
+    assert call.target is not None
+    if not can_be_read(exchange.size, call.target.nbytes):
+        yield from relay(exchange, call)
+        return
+    addresses, start = exchange.addresses(round_number), time.monotonic()
+    yield from relay(exchange, call) if addresses is None else half_each(exchange, call, addresses)
+    exchange.reading_is_faster.took(call.target.nbytes, addresses is not None, time.monotonic() - start)
 
 
 def _reduce_in_place(
@@ -131,7 +144,8 @@ def _reduce_in_place(
                 if arena is not None
             ]
 
-    for inputs in exchange.remembered((*mine, dtype, *offsets), lambda: list(views_of_pieces())):
+    views = exchange.remembered((*mine, dtype, *offsets), lambda: list(views_of_pieces()))
+    for inputs in views:
         if copies:
             first, *others = inputs
             exchange.reduce(first, inputs, call.op)
@@ -140,6 +154,7 @@ def _reduce_in_place(
         else:
             exchange.reduce(inputs[me], inputs, call.op)
         exchange.check()
+    views.reverse()  # so the next call of these tensors begins with what this one has left in the cache
 
 
 def can_be_joined(offsets: Sequence[int]) -> bool:

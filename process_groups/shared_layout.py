@@ -60,7 +60,9 @@ class GroupLayout:
         return self.start + 7 * _LINE
 
     def offer(self, round_number: int) -> int:
-        """Where the owner's registered buffer of that round lies, plus 1; 0 when it has none."""
+        """Words about the owner's tensor of that round: where it lies in its arena, plus 1, or 0 when it is not
+        registered; its address and the arena's in the owner's process; whether the owner wants to read its peers'
+        memory."""
         return self.start + (2 + round_number % 2) * _LINE
 
     def announced(self, peer: int) -> int:
