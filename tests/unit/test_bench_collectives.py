@@ -98,12 +98,13 @@ def test_ranks_may_be_a_list_and_repeated():
 
 
 def test_large_sizes_and_quick_runs_repeat_less():
-    sizes = (4, 64 << 10, 1 << 20, 16 << 20, 256 << 20)
+    sizes = (4, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
     assert [(plan_of().turns(size), plan_of().repeats(size)) for size in sizes] == [
         (7, 40),
         (7, 40),
         (7, 20),
         (3, 8),
+        (5, 2),
         (2, 2),
     ]
     assert {plan_of(quick=True).turns(size) for size in sizes} == {1}
