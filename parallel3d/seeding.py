@@ -27,7 +27,8 @@ _TAKING_TURNS = threading.RLock()
 
 class OwnDraws(TorchDispatchMode):
     """Lets one of several ranks in a process draw as if it had the process for itself: inside of it, what torch draws
-    on the CPU comes from here. A call of torch takes some microseconds longer."""
+    on the CPU comes from here. A call of torch takes some microseconds longer, and `torch.random.default_generator`
+    stays a stand-in, as torch's checkpoint has no other place to be told."""
 
     supports_higher_order_operators = True
 
@@ -36,7 +37,8 @@ class OwnDraws(TorchDispatchMode):
         self.generator = torch.Generator()
         self._takes_generator: dict[Any, bool | None] = {}
         """Of torch's operators: whether they can be told where to draw from; None where they don't draw."""
-        torch.random.default_generator = _Usual()  # type: ignore[assignment]
+        if not isinstance(torch.random.default_generator, _Usual):
+            torch.random.default_generator = _Usual()  # type: ignore[assignment]
 
     # Not by the ways of TorchDispatchMode: those keep notes for the whole process, as if only one thread had modes.
     def __enter__(self) -> Self:
@@ -79,7 +81,7 @@ def _takes_generator(operator: Any) -> bool | None:
 
 class _Usual:
     """Stands for torch's generator in `torch.random`, by whose functions torch's checkpoint keeps numbers: they shall
-    find those that the calling thread draws."""
+    find those that the calling thread draws. For a thread outside of OwnDraws, torch's own."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_generator(), name)

@@ -46,10 +46,9 @@ class Exchange:
         self._offers = [
             [None if arena is None else _words(arena, layout.offer(parity), 4) for arena in arenas] for parity in (0, 1)
         ]
-        self._reads_peers: bool | None = None
-        """Whether the kernel lets it read its peers' own memory; None before it was tried."""
-        self.reading_is_faster = FasterWay()
-        """Than running sums; the first rank's counts."""
+        self.can_read_peers: bool | None = None
+        """Whether the kernel lets this rank read its peers' own memory; None before it was tried."""
+        self.relay_or_half_each = FasterWay()
         self._slot_starts = [layout.slot(slot) for slot in range(NUM_SLOTS)]
         self._joined: dict[tuple[object, ...], torch.Tensor] = {}
         self._work_space: torch.Tensor | None = None
@@ -148,16 +147,14 @@ class Exchange:
         assert first is not None
         return first.tensor(self.layout.window(number), numel, dtype)
 
-    def show(self, tensor: torch.Tensor | None) -> None:
-        """Tell the peers where this rank's tensor of the next round lies, if it has one: among what ranks share, if it
-        is registered, and for this process."""
-        offset = None if tensor is None else self.own.offset_of(tensor)
+    def show(self, tensor: torch.Tensor, wants_to_read: bool = False) -> None:
+        """Tell the peers where this rank's tensor of the next round lies: among what ranks share, if it is registered,
+        and for this process; and whether this rank wants to read theirs, wherever they lie."""
+        offset = self.own.offset_of(tensor)
         words = self._offers[self.next_round % 2][self.me]
         assert words is not None
         words[0] = 0 if offset is None else offset + 1
-        words[1] = 0 if tensor is None else tensor.data_ptr()
-        words[2] = self.own.address
-        words[3] = self._wants_to_read(tensor)
+        words[1], words[2], words[3] = tensor.data_ptr(), self.own.address, wants_to_read
 
     def offer_of(self, peer: int, round_number: int) -> int | None:
         """Where a peer's tensor of that round lies."""
@@ -169,38 +166,39 @@ class Exchange:
         found = [offset for peer in range(self.size) if (offset := self.offer_of(peer, round_number)) is not None]
         return found if len(found) == self.size else None
 
-    # Peers' own memory.
+    # Peers' own memory, where all ranks are on one host.
 
-    def _wants_to_read(self, tensor: torch.Tensor | None) -> bool:
-        if tensor is None or not self._reads_peers:
+    def try_to_read_peers(self, round_number: int) -> None:
+        """Find out whether this rank can, now that all have shown where their arenas lie in that round."""
+        if self.can_read_peers is None:
+            peers = (peer for peer in range(self.size) if peer != self.me)
+            self.can_read_peers = all(self._finds_arena(peer, round_number) for peer in peers)
+
+    def _finds_arena(self, peer: int, round_number: int) -> bool:
+        """A peer's number may be another process's in this one's namespace: the nonce decides."""
+        arena, words = self.arenas[peer], self._offers[round_number % 2][peer]
+        assert arena is not None
+        assert words is not None
+        nonce = torch.empty(NONCE, dtype=torch.uint8)
+        try:
+            self.read(nonce, peer, words[2])
+        except OSError:
             return False
-        return self.me != 0 or self.reading_is_faster.is_second(tensor.nbytes)
+        return nonce.equal(arena.bytes[:NONCE])
 
     def addresses(self, round_number: int) -> list[int] | None:
-        """Where all ranks' tensors of that round lie for their processes; None when one can't read another's, or the
-        first rank does not want to. The first time it is None too: so all ranks know in the next round who can."""
+        """Where all ranks' tensors of that round lie for their processes; None unless all want to read the others'."""
         offers = [words for words in self._offers[round_number % 2] if words is not None]
-        if self._reads_peers is None:
-            bases = [words[2] for words in offers]
-            self._reads_peers = len(offers) == self.size and all(
-                self._is_read_at(base, peer) for peer, base in enumerate(bases) if peer != self.me
-            )
         return [words[1] for words in offers] if all(words[3] for words in offers) else None
 
-    def _is_read_at(self, base: int, peer: int) -> bool:
-        """Whether what is read there is the peer's: its number may be another process's in this one's namespace."""
-        nonce = torch.empty(NONCE, dtype=torch.uint8)
-        arena = self.arenas[peer]
-        return arena is not None and self.read(nonce, peer, base) and nonce.equal(arena.bytes[:NONCE])
-
-    def read(self, target: torch.Tensor, peer: int, address: int) -> bool:
-        """Fill a tensor with what a peer has there; False when that can't be read, or not any more."""
+    def read(self, target: torch.Tensor, peer: int, address: int) -> None:
+        """Fill a tensor with what a peer has there, or raise as `read_into` does."""
         arena = self.arenas[peer]
         assert arena is not None
-        return read_into(target, arena.pid, address)
+        read_into(target, arena.pid, address)
 
     def until_lost(self, peer: int) -> Steps:
-        """Wait for what a rank does never that has gone: until it is known that it has."""
+        """Wait for a peer that has ended: abandoned once its loss is known."""
         yield self.counter_of_all(peer, self.layout.progress), _NEVER
 
     def joined(self, offsets: Sequence[int], cuts: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

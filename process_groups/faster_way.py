@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from statistics import median
 
 _LATEST = 3  # calls whose median counts: one that was disturbed does not matter
@@ -14,20 +14,22 @@ class FasterWay:
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[int, bool], deque[float]] = {}
-        self._num_calls: dict[int, int] = {}
+        self._num_calls = Counter[int]()
 
     def is_second(self, num_bytes: int) -> bool:
         """Whether the next call of this size should go the second way."""
         size = num_bytes.bit_length()
-        number = self._num_calls[size] = self._num_calls.get(size, 0) + 1
-        first, second = (self._latest(size, way) for way in (False, True))
-        for way, latest in ((False, first), (True, second)):
-            if len(latest) < _LATEST:
-                return way
-        return (median(second) < median(first)) != (number % _TRY_EVERY == 0)
+        first, second = self._latest(size, False), self._latest(size, True)
+        if min(len(first), len(second)) < _LATEST:
+            return len(first) == _LATEST
+        is_try = (self._num_calls[size] + 1) % _TRY_EVERY == 0
+        return (median(second) < median(first)) != is_try
 
     def took(self, num_bytes: int, second: bool, seconds: float) -> None:
-        self._latest(num_bytes.bit_length(), second).append(seconds / num_bytes)
+        """A call went that way."""
+        size = num_bytes.bit_length()
+        self._latest(size, second).append(seconds / num_bytes)
+        self._num_calls[size] += 1
 
     def _latest(self, size: int, way: bool) -> deque[float]:
         return self._seconds.setdefault((size, way), deque(maxlen=_LATEST))

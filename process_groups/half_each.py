@@ -20,14 +20,22 @@ from process_groups.exchange import Exchange
 from process_groups.lane import Steps
 from process_groups.reduction import PIECE, part, pieces
 from process_groups.transport import Call
+from runtime.errors import CommunicationError
 
 _WORTH_READING = 4 << 20  # bytes: less stays in caches, however far apart
 _READ_AT_ONCE = 4 * PIECE  # bytes: then whether the peer has given up
 
 
-def can_be_read(size: int, num_bytes: int) -> bool:
+def is_worth_trying(exchange: Exchange, num_bytes: int) -> bool:
     """Whether this may be the faster way."""
-    return size == 2 and num_bytes >= _WORTH_READING
+    return exchange.size == 2 and num_bytes >= _WORTH_READING
+
+
+def wants_to_read(exchange: Exchange, num_bytes: int) -> bool:
+    """What this rank tells the other one, as both have to go the same way. The first one looks at the clock."""
+    if not is_worth_trying(exchange, num_bytes) or not exchange.can_read_peers:
+        return False
+    return exchange.me != 0 or exchange.relay_or_half_each.is_second(num_bytes)
 
 
 def half_each(exchange: Exchange, call: Call, addresses: Sequence[int]) -> Steps:
@@ -39,15 +47,26 @@ def half_each(exchange: Exchange, call: Call, addresses: Sequence[int]) -> Steps
     read = torch.empty(PIECE // itemsize, dtype=values.dtype)
     for a, b in pieces(*part(values.numel(), me, 2), itemsize):
         own, theirs = values[a:b], read[: b - a]
-        if not exchange.read(theirs, peer, address + a * itemsize):
-            yield from exchange.until_lost(peer)
-        exchange.check()
+        yield from _read(exchange, theirs, address + a * itemsize)
         exchange.reduce(own, (own, theirs) if me == 0 else (theirs, own), call.op)
     yield from exchange.everybody(exchange.arrive())
     start, stop = part(values.numel(), peer, 2)
     step = _READ_AT_ONCE // itemsize
     for a in range(start, stop, step):
-        if not exchange.read(values[a : min(stop, a + step)], peer, address + a * itemsize):
-            yield from exchange.until_lost(peer)
-        exchange.check()
+        yield from _read(exchange, values[a : min(stop, a + step)], address + a * itemsize)
     yield from exchange.everybody(exchange.arrive())
+
+
+def _read(exchange: Exchange, target: torch.Tensor, address: int) -> Steps:
+    peer = 1 - exchange.me
+    try:
+        exchange.read(target, peer, address)
+    except ProcessLookupError:
+        yield from exchange.until_lost(peer)
+    except OSError as error:
+        exchange.check()  # who gave up may have let go of its tensor
+        raise CommunicationError(
+            f"this rank could read the other one's memory, but not any more ({error.strerror}). Did one of them change "
+            "its user or what it allows? With tensors of group.empty nothing has to be read that way."
+        ) from error
+    exchange.check()  # what a rank that gave up has in its tensor may be anything

@@ -16,7 +16,7 @@ import torch
 
 from process_groups.arena import PAGE
 from process_groups.exchange import Exchange
-from process_groups.half_each import can_be_read, half_each
+from process_groups.half_each import half_each, is_worth_trying, wants_to_read
 from process_groups.lane import Steps
 from process_groups.reduction import part, pieces
 from process_groups.relay import relay
@@ -101,7 +101,7 @@ def _all_reduce_flat(exchange: Exchange, call: Call) -> Steps:
 def _all_reduce(exchange: Exchange, call: Call) -> Steps:
     target = call.target
     assert target is not None
-    exchange.show(target)
+    exchange.show(target, wants_to_read(exchange, target.nbytes))
     round_number = exchange.arrive()
     yield from exchange.everybody(round_number)
     offsets = exchange.offers(round_number)
@@ -120,12 +120,14 @@ def _all_reduce(exchange: Exchange, call: Call) -> Steps:
 def _all_reduce_apart(exchange: Exchange, call: Call, round_number: int) -> Steps:
     """Of tensors that are not registered, or not all of them."""
     assert call.target is not None
-    if not can_be_read(exchange.size, call.target.nbytes):
+    num_bytes = call.target.nbytes
+    if not is_worth_trying(exchange, num_bytes):
         yield from relay(exchange, call)
         return
+    exchange.try_to_read_peers(round_number)
     addresses, start = exchange.addresses(round_number), time.monotonic()
     yield from relay(exchange, call) if addresses is None else half_each(exchange, call, addresses)
-    exchange.reading_is_faster.took(call.target.nbytes, addresses is not None, time.monotonic() - start)
+    exchange.relay_or_half_each.took(num_bytes, addresses is not None, time.monotonic() - start)
 
 
 def _reduce_in_place(

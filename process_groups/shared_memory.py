@@ -150,7 +150,8 @@ class SharedMemoryTransport:
         how = (
             "one round through the staging slots"
             if num_bytes <= FLAT
-            else "each rank reduces its slice from its peers' buffers and writes it to all, in place if registered"
+            else "each rank reduces its slice of registered buffers and writes it to all; other tensors are added up "
+            "by running sums, or by two ranks that read each other's"
         )
         return Explanation("default", f"shared memory's own way; {how}")
 

@@ -78,17 +78,20 @@ def named(folder: Path) -> dict[int, list[int]]:
 
 
 def named_without_cause(own: Path, by_step: dict[int, list[int]]) -> list[tuple[int, int]]:
-    """Steps and ranks that begin to be named there though they had not computed slowly for three steps on end: by the
-    model's own clock, so that a core which is taken away from a rank for a while is no mistake of who names it."""
+    """Steps and ranks that begin to be named there though they had not computed slowly for three steps on end, or still
+    are though they have not for six: by the model's own clock, so that a core which is taken away from a rank for a
+    while is no mistake of who names it."""
     found = []
     for rank in range(2):
         spans = [float(line) for line in (own / f"{rank}.seconds").read_text().split()]
         assert len(spans) == SPANS * len(by_step)
         computing = [sum(spans[at : at + SPANS]) for at in range(0, len(spans), SPANS)]
         limit = 1.25 * sorted(computing)[len(computing) // 4]
-        for step in range(IN_A_ROW, len(by_step)):
-            begins = rank in by_step[step] and rank not in by_step[step - 1]
-            if begins and min(computing[step - IN_A_ROW + 1 : step + 1]) < limit:
+        for step in (step for step, ranks in by_step.items() if rank in ranks):
+            begins = rank not in by_step[step - 1]
+            if (begins and min(computing[step - IN_A_ROW + 1 : step + 1]) < limit) or max(
+                computing[max(0, step - 2 * IN_A_ROW + 1) : step + 1]
+            ) < limit:
                 found.append((step, rank))
     return found
 

@@ -42,12 +42,22 @@ def test_a_way_that_becomes_fast_is_noticed():
     assert all(gone[64:][:31]), "two good ones of its latest three"
 
 
-def test_sizes_apart_and_per_byte():
+def test_sizes_apart():
     way = FasterWay()
     go(way, 10, first=1.0, second=2.0)
     assert go(way, 12, first=2.0, second=1.0, num_bytes=2 * MANY) == [False] * 3 + [True] * 9
+
+
+def test_seconds_count_per_byte():
     way = FasterWay()
-    for num_bytes, seconds in ((MANY, 1.0), (MANY + MANY // 2, 1.5)) * 3:
-        way.took(num_bytes, False, seconds)
-        way.took(num_bytes, True, 1.1 * seconds)
+    for _ in range(3):
+        way.took(2 * MANY - 1, False, 1.9)
+        way.took(MANY, True, 1.1)
     assert not way.is_second(MANY)
+
+
+def test_asking_alone_is_no_call():
+    way = FasterWay()
+    go(way, 30, first=1.0, second=2.0)
+    assert not any(way.is_second(MANY) for _ in range(40))
+    assert go(way, 3, first=1.0, second=2.0) == [False, True, False]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +18,9 @@ from process_groups.peer_memory import read_into
 from process_groups.reduction import PIECE
 from process_groups.shared_collectives import steps_of
 from process_groups.shared_layout import lay_out
-from process_groups.signals import Abandoned
+from process_groups.signals import Abandoned, Patience
 from process_groups.transport import Call
+from runtime.errors import CommunicationError
 from tests.unit.test_shared_memory import Stepped, in_any_order, values_of
 
 NUMEL = 5 * PIECE // 4 + 3  # of float32: halves of three pieces, the last of which is short
@@ -31,7 +34,7 @@ def pair(monkeypatch):
     arenas = [Arena(layout.stop, 2) for _ in range(2)]
     mapped = [[a if peer == me else open_peer(a.address_for_peers) for peer, a in enumerate(arenas)] for me in range(2)]
     exchanges = [Exchange(mapped[me], me, layout) for me in range(2)]
-    monkeypatch.setattr(exchanges[0].reading_is_faster, "is_second", lambda num_bytes: True)
+    monkeypatch.setattr(exchanges[0].relay_or_half_each, "is_second", lambda num_bytes: True)
     yield exchanges
     for arena in arenas:
         arena.close()
@@ -42,9 +45,9 @@ def reads(monkeypatch) -> list[tuple[int, int]]:
     """Of ranks that read a peer's memory: where, and how many bytes."""
     found = []
 
-    def counted(target: torch.Tensor, pid: int, address: int) -> bool:
+    def counted(target: torch.Tensor, pid: int, address: int) -> None:
         found.append((address, target.nbytes))
-        return read_into(target, pid, address)
+        read_into(target, pid, address)
 
     monkeypatch.setattr(exchange, "read_into", counted)
     return found
@@ -86,10 +89,10 @@ def test_the_bits_are_those_of_running_sums(pair, reads, dtype, op):
 def test_the_first_rank_decides_by_what_took_less_time(pair, reads, monkeypatch):
     get_ready(pair)
     told = []
-    monkeypatch.setattr(pair[0].reading_is_faster, "took", lambda *call: told.append(call))
+    monkeypatch.setattr(pair[0].relay_or_half_each, "took", lambda *call: told.append(call))
     for is_second in (True, False):
         reads.clear()
-        monkeypatch.setattr(pair[0].reading_is_faster, "is_second", lambda num_bytes, now=is_second: now)
+        monkeypatch.setattr(pair[0].relay_or_half_each, "is_second", lambda num_bytes, now=is_second: now)
         reduced(pair, [torch.ones(NUMEL)] * 2)
         assert bool(reads) == is_second
         num_bytes, was_second, seconds = told.pop()
@@ -120,7 +123,10 @@ def test_one_may_be_registered(pair, reads, registered):
 
 
 def test_where_only_one_may_read_neither_does(pair, reads, monkeypatch):
-    monkeypatch.setattr(pair[1], "read", lambda *_: False)
+    def refused(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(pair[1], "read", refused)
     values = [values_of(me, NUMEL) for me in range(2)]
     for _ in range(3):
         for found in reduced(pair, values):
@@ -128,22 +134,39 @@ def test_where_only_one_may_read_neither_does(pair, reads, monkeypatch):
     assert reads == [(pair[1].own.address, 16)], "rank 0 tries once, and keeps to running sums like rank 1"
 
 
-def test_another_process_of_the_same_number_is_not_taken_for_the_peer(pair, reads, monkeypatch):
+def test_another_process_of_the_same_number_is_not_taken_for_the_peer(pair, monkeypatch):
     """Where numbers of processes mean something else here: what is read is not the peer's."""
-
-    def other_bytes(target: torch.Tensor, pid: int, address: int) -> bool:
-        target.fill_(7)
-        return True
-
-    monkeypatch.setattr(exchange, "read_into", other_bytes)
+    monkeypatch.setattr(exchange, "read_into", lambda target, pid, address: target.fill_(7))
     values = [values_of(me, NUMEL) for me in range(2)]
     for _ in range(2):
         for found in reduced(pair, values):
             assert torch.equal(found, values[0] + values[1])
 
 
-@pytest.mark.parametrize("num_steps", range(6))
-def test_nobody_takes_what_a_rank_that_gave_up_has_overwritten(pair, num_steps):
+@pytest.mark.parametrize("seed", range(8))
+def test_calls_in_a_row_do_not_mix(pair, reads, monkeypatch, seed):
+    """Though the ways take different numbers of rounds."""
+    choose, tensors, expected = random.Random(seed), ([], []), []
+    monkeypatch.setattr(pair[0].relay_or_half_each, "is_second", lambda num_bytes: choose.random() < 0.7)
+    for number in range(12):
+        numel = choose.choice((10, NUMEL // 4, NUMEL, NUMEL + 1))
+        registered = choose.random() < 0.3
+        values = [values_of(2 * number + me, numel) for me in range(2)]
+        expected.append(values[0] + values[1])
+        for me in range(2):
+            own = pair[me].own.empty((numel,), torch.float32) if registered else torch.empty(numel)
+            tensors[me].append(own.copy_(values[me]))
+    calls = [[steps_of(pair[me], Call("all_reduce", t, t, op="sum")) for t in tensors[me]] for me in range(2)]
+    in_any_order([Stepped(*calls[me]) for me in range(2)], choose)
+    assert reads
+    for me in range(2):
+        for found, wanted in zip(tensors[me], expected, strict=True):
+            assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("num_steps", range(1, 8))
+def test_nobody_takes_what_the_other_rank_overwrites_afterwards(pair, num_steps):
+    """Whether its call has ended, or it gave it up."""
     get_ready(pair)
     values = [values_of(me, NUMEL) for me in range(2)]
     tensors = [tensor.clone() for tensor in values]
@@ -152,34 +175,53 @@ def test_nobody_takes_what_a_rank_that_gave_up_has_overwritten(pair, num_steps):
         stepped[turn % 2].go_on()
     if not stepped[0].has_ended:
         pair[0].give_up()
-        tensors[0].fill_(float("nan"))
+    tensors[0].fill_(float("nan"))
     if stepped[1].goes_on_until_it_fails() and stepped[1].has_ended:
         assert torch.equal(tensors[1], values[0] + values[1])
 
 
-@pytest.mark.parametrize("first_failure", range(6))
-def test_who_can_read_no_more_waits_until_the_loss_is_known(pair, monkeypatch, first_failure):
-    get_ready(pair)
-    num_reads = 0
+NUM_READS = 6
+"""Of each rank: three pieces of its own half, and three of the other."""
 
-    def fails(target: torch.Tensor, pid: int, address: int) -> bool:
+
+@pytest.mark.parametrize("first_failure", range(NUM_READS))
+@pytest.mark.parametrize("failure", [ProcessLookupError, PermissionError])
+def test_a_read_that_fails(pair, monkeypatch, first_failure, failure):
+    """Of a rank that has ended, the loss is waited for; of another it is an error."""
+    get_ready(pair)
+    num_reads, read = 0, pair[0].read
+
+    def fails(*args: Any) -> None:
         nonlocal num_reads
         num_reads += 1
-        return num_reads <= first_failure and read_into(target, pid, address)
+        if num_reads > first_failure:
+            raise failure(0, "no more")
+        read(*args)
 
+    monkeypatch.setattr(pair[0], "read", fails)
     stepped = begin(pair, [torch.ones(NUMEL) for _ in range(2)])
-    while not stepped[0].has_ended and stepped[0].go_on() | stepped[1].go_on():
-        if num_reads == 0:
-            monkeypatch.setattr(exchange, "read_into", fails)
-    assert not any(rank.has_ended for rank in stepped)
-    pair[1].give_up()
-    with pytest.raises(Abandoned):
-        pair[0].check()
+
+    def go_on() -> None:
+        while stepped[0].go_on() | stepped[1].go_on():
+            pass
+
+    if failure is PermissionError:
+        with pytest.raises(CommunicationError, match="not any more \\(no more\\)"):
+            go_on()
+    else:
+        go_on()
+        counter, value = stepped[0].waits_for
+        pair[1].give_up()
+        with pytest.raises(Abandoned):
+            counter.reaches(value, math.inf, Patience(0, 0), pair[0].is_abandoned)
+    assert num_reads == first_failure + 1
 
 
 def test_what_can_not_be_read():
-    target = torch.zeros(4)
-    assert read_into(target, os.getpid(), torch.ones(4).data_ptr())
+    source, target = torch.ones(4), torch.zeros(4)
+    read_into(target, os.getpid(), source.data_ptr())
     assert target.tolist() == [1, 1, 1, 1]
-    assert not read_into(target, os.getpid(), 0)
-    assert not read_into(target, 2**22 + 1, target.data_ptr())
+    with pytest.raises(OSError, match="Bad address"):
+        read_into(target, os.getpid(), 0)
+    with pytest.raises(ProcessLookupError):
+        read_into(target, 2**22 + 1, target.data_ptr())

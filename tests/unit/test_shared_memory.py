@@ -97,7 +97,7 @@ class Stepped:
 
     def __init__(self, *steps: Steps) -> None:
         self._steps = list(steps)
-        self._waits_for: Wait | None = None
+        self.waits_for: Wait | None = None
         self._has_failed = False
 
     @property
@@ -106,10 +106,10 @@ class Stepped:
 
     def go_on(self) -> bool:
         """As far as it can; whether it did anything."""
-        if self.has_ended or (self._waits_for is not None and self._waits_for[0].value < self._waits_for[1]):
+        if self.has_ended or (self.waits_for is not None and self.waits_for[0].value < self.waits_for[1]):
             return False
-        self._waits_for = next(self._steps[0], None)
-        if self._waits_for is None:
+        self.waits_for = next(self._steps[0], None)
+        if self.waits_for is None:
             del self._steps[0]
         return True
 
@@ -1051,8 +1051,8 @@ def test_how_default_explains_itself(threads_of):
 
     assert threads_of(2).run(main)[0] == [
         "default: shared memory's own way; one round through the staging slots",
-        "default: shared memory's own way; each rank reduces its slice from its peers' buffers and writes it to all, "
-        "in place if registered",
+        "default: shared memory's own way; each rank reduces its slice of registered buffers and writes it to all; "
+        "other tensors are added up by running sums, or by two ranks that read each other's",
         "ring: asked for",
         "default: one round through the staging slots, and no strategy takes less",
     ]
