@@ -532,6 +532,18 @@ def test_only_what_is_small_is_sent_at_once(ranks_of, num_bytes):
     assert torch.equal(recv.target, values)
 
 
+def test_messages_that_wait_are_not_written_over(ranks_of):
+    """Though the sender takes the next packet's memory back from the receiver's core before it is needed."""
+    one, other = ranks_of(2)
+    for first in range(0, 3 * NUM_PACKETS, NUM_PACKETS - 1):  # so that all packets have been used, each in its turn
+        for number in range(first, first + NUM_PACKETS):
+            assert at_once(one, Call("send", source=torch.full((COPIED // 4,), float(number)), peer=1))
+        for number in range(first, first + NUM_PACKETS):
+            target = torch.zeros(COPIED // 4)
+            assert at_once(other, Call("recv", target=target, peer=0))
+            assert target.unique().tolist() == [number]
+
+
 def test_a_full_ring_of_packets_takes_nothing_at_once(ranks_of):
     one, other = ranks_of(2)
     sends = [Call("send", source=torch.full((3,), float(n)), peer=1) for n in range(NUM_PACKETS + 2)]
