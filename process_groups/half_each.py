@@ -23,7 +23,7 @@ from process_groups.transport import Call
 from runtime.errors import CommunicationError
 
 _WORTH_READING = 4 << 20  # bytes: less stays in caches, however far apart
-_READ_AT_ONCE = 4 * PIECE  # bytes: then whether the peer has given up
+_READ_AT_ONCE = 2 * PIECE  # bytes: then whether the peer has given up
 
 
 def is_worth_trying(exchange: Exchange, num_bytes: int) -> bool:
@@ -45,7 +45,7 @@ def half_each(exchange: Exchange, call: Call, addresses: Sequence[int]) -> Steps
     me, peer, values = exchange.me, 1 - exchange.me, call.target.view(-1)
     itemsize, address = values.element_size(), addresses[peer]
     read = torch.empty(PIECE // itemsize, dtype=values.dtype)
-    for a, b in pieces(*part(values.numel(), me, 2), itemsize):
+    for a, b in pieces(*part(values.numel(), me, 2), itemsize, 2):
         own, theirs = values[a:b], read[: b - a]
         yield from _read(exchange, theirs, address + a * itemsize)
         exchange.reduce(own, (own, theirs) if me == 0 else (theirs, own), call.op)

@@ -8,7 +8,8 @@ import torch
 
 from process_groups.strategies.arithmetic import wide_dtype
 
-PIECE = 256 << 10  # bytes: small enough to stay in a core's cache, large enough that Python's part does not count
+PIECE = 512 << 10
+"""The most bytes of a piece."""
 
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -51,9 +52,14 @@ class Reducer:
         return self._bytes[: numel * dtype.itemsize].view(dtype)
 
 
-def pieces(start: int, stop: int, itemsize: int) -> list[tuple[int, int]]:
-    """Element ranges of at most a piece."""
-    step = PIECE // itemsize
+def piece_bytes(num_tensors: int) -> int:
+    """So few that pieces of all these tensors stay in a core's cache, so many that Python's part does not count."""
+    return PIECE if num_tensors <= 2 else PIECE // 2
+
+
+def pieces(start: int, stop: int, itemsize: int, num_tensors: int) -> list[tuple[int, int]]:
+    """Element ranges of at most a piece of so many tensors."""
+    step = piece_bytes(num_tensors) // itemsize
     return [(a, min(stop, a + step)) for a in range(start, stop, step)]
 
 

@@ -139,7 +139,7 @@ def _reduce_in_place(
     me, dtype = exchange.me, call.target.dtype
 
     def views_of_pieces() -> Iterator[list[torch.Tensor]]:
-        for a, b in pieces(*mine, dtype.itemsize):
+        for a, b in pieces(*mine, dtype.itemsize, exchange.size):
             yield [
                 arena.tensor(offset + a * dtype.itemsize, b - a, dtype)
                 for arena, offset in zip(exchange.arenas, offsets, strict=True)
@@ -251,7 +251,7 @@ def _roles(exchange: Exchange, call: Call) -> tuple[torch.Tensor, Take]:
 
     def reduce(sources: Sequence[torch.Tensor], a: int, b: int) -> None:
         assert op is not None
-        for c, d in pieces(0, b - a, flat.element_size()):
+        for c, d in pieces(0, b - a, flat.element_size(), size):
             exchange.reduce(flat[a + c : a + d], [theirs[me, c:d] for theirs in sources], op)
 
     def pick(sources: Sequence[torch.Tensor], a: int, b: int) -> None:

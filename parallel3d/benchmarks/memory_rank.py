@@ -11,7 +11,7 @@ tensors' slices to its own and copies the result into them:
     └────────┴──────────┴──────────┘
 
 On the host that is N·(N-1) times `add_` and as often `copy_`, of S/N bytes each. One process for each usable core, with
-one torch thread, does its share: the same for its part of the tensors, 1/P of each, in pieces of 256 KiB that stay
+one torch thread, does its share: the same for its part of the tensors, 1/P of each, in pieces like ours, that stay
 in the cache between the adding and the copying. All tensors together are N·S bytes, as in the all-reduce itself.
 Below some 64 KiB this measures what the calls of `add_` and `copy_` cost, and C code may well be faster.
 """
@@ -28,8 +28,7 @@ from parallel3d.benchmarks.gloo_rank import join_gloo
 from parallel3d.benchmarks.known_values import check_sum, fill
 from parallel3d.benchmarks.plan import torch_dtype
 from parallel3d.benchmarks.wire import Command, end_quietly_on_interrupt, serve, stdout_to_stderr
-
-PIECE_BYTES = 256 << 10
+from process_groups.reduction import piece_bytes
 
 
 def cut(length: int, parts: int) -> list[range]:
@@ -52,7 +51,7 @@ class MemoryRank:
         self.rest()  # freed before the next ones are made
         mine = cut(command.num_bytes // dtype.itemsize, self._num_cores)[self.rank]
         self.tensors = [torch.zeros(len(mine), dtype=dtype) for _ in range(self._num_tensors)]
-        step = PIECE_BYTES // dtype.itemsize
+        step = piece_bytes(self._num_tensors) // dtype.itemsize
         for owner, part in enumerate(cut(len(mine), self._num_tensors)):
             for start in range(part.start, part.stop, step):
                 views = [tensor[start : min(start + step, part.stop)] for tensor in self.tensors]

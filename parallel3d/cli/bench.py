@@ -75,8 +75,8 @@ def collectives(
     in nccl-tests.
 
     The memory limit is what the same bytes cost as plain add_ and copy_ without any waiting: for n ranks n*(n-1)
-    add_ and as many copy_ of 1/n of the tensor, in pieces of 256 KiB, spread over one process for each core. Below
-    64 KiB it is the price of torch's calls and says little, so the table has "-" there; --json has it.
+    add_ and as many copy_ of 1/n of the tensor, in pieces as large as ours, spread over one process for each core.
+    Below 64 KiB it is the price of torch's calls and says little, so the table has "-" there; --json has it.
 
     docs/bench.md explains every column, the fields of the JSON and the picture.
     """

@@ -29,7 +29,7 @@ from parallel3d.benchmarks.figures import (
     geometric_means,
 )
 from parallel3d.benchmarks.known_values import check_sum, fill, largest_sum
-from parallel3d.benchmarks.memory_rank import PIECE_BYTES, MemoryRank, cut
+from parallel3d.benchmarks.memory_rank import MemoryRank, cut
 from parallel3d.benchmarks.mpirun import Mpi, find_mpi
 from parallel3d.benchmarks.our_rank import OurRank
 from parallel3d.benchmarks.plan import DTYPES, Plan, _check_memory, make_plan
@@ -38,6 +38,7 @@ from parallel3d.benchmarks.sizes import human, parse_size, parse_sizes
 from parallel3d.benchmarks.table import _number, render
 from parallel3d.benchmarks.wire import Command, time_calls
 from process_groups.group import STRATEGIES
+from process_groups.reduction import piece_bytes
 from runtime import cores
 from runtime.errors import BenchmarkError, InvalidCall
 
@@ -274,13 +275,13 @@ def test_a_cut_covers_all_in_order(length, parts):
 
 @pytest.mark.parametrize("num_cores", [1, 2, 3])
 def test_the_memory_limit_moves_the_bytes_of_an_all_reduce(num_cores):
-    num_ranks, num_bytes = 3, 4 * PIECE_BYTES
+    num_ranks, num_bytes = 3, 4 * piece_bytes(3)
     added = copied = 0
     for core in range(num_cores):
         rank = MemoryRank(num_ranks, core, num_cores)
         rank.prepare(Command("all_reduce", num_bytes))
         rank.check()
-        assert max(own.nbytes for own, _ in rank._pieces) <= PIECE_BYTES
+        assert max(own.nbytes for own, _ in rank._pieces) <= piece_bytes(3)
         added += sum(other.nbytes for _, others in rank._pieces for other in others)
         copied += sum(own.nbytes * len(others) for own, others in rank._pieces)
     assert added == copied == (num_ranks - 1) * num_bytes  # n(n-1) times 1/n

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
-from process_groups.reduction import PIECE, Reducer, part, pieces
+from process_groups.reduction import PIECE, Reducer, part, piece_bytes, pieces
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64, torch.int8, torch.uint8)
@@ -101,11 +103,11 @@ def test_no_value_is_hidden_by_others(op, place):
 
 
 def test_pieces_cover_everything_once():
-    for itemsize in (1, 2, 4, 8):
+    for itemsize, num_tensors in product((1, 2, 4, 8), (2, 3, 8)):
         for start, stop in ((0, 0), (0, 1), (5, PIECE), (7, 3 * PIECE + 1)):
-            found = pieces(start, stop, itemsize)
+            found = pieces(start, stop, itemsize, num_tensors)
             assert [a for a, _ in found[1:]] == [b for _, b in found[:-1]]
-            assert all(0 < b - a <= PIECE // itemsize for a, b in found)
+            assert all(0 < b - a <= piece_bytes(num_tensors) // itemsize for a, b in found)
             assert (found[0][0], found[-1][1]) == (start, stop) if found else start == stop
 
 
