@@ -27,8 +27,11 @@ class FasterWay:
 
     def took(self, num_bytes: int, second: bool, seconds: float) -> None:
         """A call went that way."""
-        size = num_bytes.bit_length()
-        self._latest(size, second).append(seconds / num_bytes)
+        size, per_byte = num_bytes.bit_length(), seconds / num_bytes
+        own, other = self._latest(size, second), self._latest(size, not second)
+        if own and other and per_byte < median(other) <= median(own):
+            own.clear()  # it was the slower one, and may be so no more: the next calls tell
+        own.append(per_byte)
         self._num_calls[size] += 1
 
     def _latest(self, size: int, way: bool) -> deque[float]:

@@ -34,12 +34,18 @@ def test_a_way_that_becomes_slow_is_left_at_once():
     assert go(way, 5, first=3.0, second=2.0) == [False, False, True, True, True]
 
 
-def test_a_way_that_becomes_fast_is_noticed():
+def test_a_way_that_becomes_fast_is_noticed_by_the_next_try():
     way = FasterWay()
     assert sum(go(way, 320, first=1.0, second=2.0)) == 3 + 10, "one of 32 calls tries it again"
-    gone = go(way, 320, first=1.0, second=0.5)
-    assert gone.index(True) < 32
-    assert all(gone[64:][:31]), "two good ones of its latest three"
+    gone = go(way, 63, first=1.0, second=0.5)
+    assert gone == [False] * 31 + [True] * 32
+
+
+def test_one_lucky_try_is_not_enough():
+    way = FasterWay()
+    go(way, 31, first=1.0, second=2.0)
+    assert go(way, 1, first=1.0, second=0.5) == [True]
+    assert go(way, 10, first=1.0, second=2.0) == [True] * 2 + [False] * 8, "the next two tell"
 
 
 def test_sizes_apart():
