@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import random
@@ -84,6 +85,19 @@ def test_the_bits_are_those_of_running_sums(pair, reads, dtype, op):
         reads.clear()
         for one, other in zip(by_relay, by_halves, strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("op", ["min", "max"])
+@pytest.mark.parametrize("signs", [(1.0, -1.0), (-1.0, 1.0)])
+def test_values_are_combined_in_the_order_of_ranks(pair, reads, op, signs):
+    """Which shows in the sign of a zero, but for the last few of a piece: torch combines those one by one, and then the
+    other zero is taken."""
+    zeros = [torch.zeros(NUMEL) * sign for sign in signs]
+    by_relay, by_halves = reduced(pair, zeros, op), reduced(pair, zeros, op)
+    assert len(reads) > 2
+    for one, other in zip(by_relay, by_halves, strict=True):
+        for start in (0, NUMEL // 2):
+            assert torch.equal(one[start:][:1000].signbit(), other[start:][:1000].signbit())
 
 
 def test_the_first_rank_decides_by_what_took_less_time(pair, reads, monkeypatch):
@@ -215,6 +229,21 @@ def test_a_read_that_fails(pair, monkeypatch, first_failure, failure):
         with pytest.raises(Abandoned):
             counter.reaches(value, math.inf, Patience(0, 0), pair[0].is_abandoned)
     assert num_reads == first_failure + 1
+
+
+def test_a_read_that_fails_as_the_other_rank_gave_up_is_no_error_of_its_own(pair, monkeypatch):
+    get_ready(pair)
+
+    def gone(*_: object) -> None:
+        pair[1].give_up()
+        raise OSError(errno.EFAULT, "Bad address")
+
+    monkeypatch.setattr(pair[0], "read", gone)
+    stepped = begin(pair, [torch.ones(NUMEL) for _ in range(2)])
+    assert stepped[0].go_on()
+    assert stepped[1].go_on()
+    with pytest.raises(Abandoned):
+        stepped[0].go_on()
 
 
 def test_what_can_not_be_read():

@@ -544,6 +544,18 @@ def test_messages_that_wait_are_not_written_over(ranks_of):
             assert target.unique().tolist() == [number]
 
 
+def test_the_sender_takes_the_next_packet_back(ranks_of):
+    one, other = ranks_of(2)
+    values = torch.ones(COPIED // 4)
+    places = [one.layout.packet(1, number) for number in range(NUM_PACKETS)]
+    for number in range(NUM_PACKETS + 2):
+        assert at_once(one, Call("send", source=values, peer=1))
+        packets = [one.arena.tensor(place, COPIED // 4, torch.float32) for place in places]
+        assert packets[number % NUM_PACKETS].eq(1).all()
+        assert packets[(number + 1) % NUM_PACKETS].eq(0).all()
+        assert at_once(other, Call("recv", target=torch.empty(COPIED // 4), peer=0))
+
+
 def test_a_full_ring_of_packets_takes_nothing_at_once(ranks_of):
     one, other = ranks_of(2)
     sends = [Call("send", source=torch.full((3,), float(n)), peer=1) for n in range(NUM_PACKETS + 2)]
@@ -819,6 +831,26 @@ def test_views_of_pieces_are_kept_in_bounds(ranks_of, monkeypatch, num_pieces):
         assert rank.exchange.remembered((number,), lambda made=made: made) is made
         most = max(most, num_views(rank))
     assert most == 1000 // (2 * num_pieces) * 2 * num_pieces, "as many as fit, no more"
+
+
+def test_the_next_call_begins_where_the_last_one_ended(ranks_of, monkeypatch):
+    """That is still in the cache."""
+    one, other = ranks_of(2)
+    calls = [make_call(rank, "all_reduce", torch.ones(8 * PIECE // 4), True, op="sum") for rank in (one, other)]
+    places, reduce = [], one.exchange.reduce
+
+    def noted(out: torch.Tensor, *rest: Any) -> None:
+        places.append(out.data_ptr())
+        reduce(out, *rest)
+
+    monkeypatch.setattr(one.exchange, "reduce", noted)
+    for _ in range(3):
+        in_any_order(
+            [Stepped(rank.steps(call)) for rank, call in zip((one, other), calls, strict=True)], random.Random(1)
+        )
+    assert len(set(places[:4])) == 4
+    assert places[4:8] == places[3::-1]
+    assert places[8:] == places[:4]
 
 
 def test_pieces_of_the_same_call_are_not_made_again(ranks_of):
