@@ -7,6 +7,7 @@ adaptive call of a group measures, and every 512th of a size class compares note
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,9 @@ _BUDGET = 1.0  # seconds that a size may be expected to take; one that takes lon
 _MEASURING = 10.0  # seconds that measuring may take in all: twice what four such sizes and their barriers do
 _HOPELESS = 4.0  # times slower than the best: not measured at larger sizes
 _PERIOD = 512  # calls of a size class between two comparisons
-_WORTH_A_TRY = 2.0  # times slower than the best, and still tried once a period: things change
+_TRIES = 2  # calls at the end of a period: the first one meets what the strategy in use has left in the caches
+_WORTH_A_TRY = 2.0  # times slower than the best, and still tried in most periods: things change
+_ANY_EVERY = 4  # periods: then any is tried, for how slow the others are may have been measured in a bad moment
 _CLEARLY = 0.9  # a change needs a gain of 10 %, or noise would decide
 
 Pinned = tuple[tuple[int, str], ...]
@@ -45,8 +48,6 @@ class _Class:
     best: list[float] = field(default_factory=lambda: [math.inf] * len(CANDIDATES))
     """Seconds of this rank's fastest call since notes were compared. The last to arrive does not wait for others, so
     the least over all ranks is what the call itself takes."""
-
-    num_tried: int = 0
 
 
 class Adaptive:
@@ -97,7 +98,7 @@ class Adaptive:
             found = self._classes[size] = _Class(_least(self._row(size)))
         found.num_calls += 1
         turn = found.num_calls % _PERIOD
-        index = found.chosen if turn != _PERIOD - 1 else self._to_try(found, size)
+        index = self._to_try(found, size) if turn >= _PERIOD - _TRIES else found.chosen
         call.carried_out_by = CANDIDATES[index]
         began = time.perf_counter()
         yield from self._run(call, CANDIDATES[index])
@@ -128,13 +129,13 @@ class Adaptive:
         return self._rows[min(self._rows, key=lambda known: (abs(known - size), known))]
 
     def _to_try(self, found: _Class, size: int) -> int:
-        """Another candidate that may have become the best."""
-        row = self._row(size)
-        worth = [
-            i for i, seconds in enumerate(row) if i != found.chosen and seconds <= _WORTH_A_TRY * row[found.chosen]
-        ]
-        found.num_tried += 1
-        return worth[found.num_tried % len(worth)] if worth else found.chosen
+        """Another candidate that may have become the best; the same in all tries of a period."""
+        row, period = self._row(size), found.num_calls // _PERIOD + 1
+        limit, turn = _WORTH_A_TRY * row[found.chosen], period
+        if period % _ANY_EVERY == 0:
+            limit, turn = sys.float_info.max, period // _ANY_EVERY - 1
+        worth = [index for index, seconds in enumerate(row) if index != found.chosen and seconds <= limit]
+        return worth[turn % len(worth)] if worth else found.chosen
 
     def _compare(self, found: _Class, size: int) -> Steps:
         seen = yield from self._agree(found.best, "min")
@@ -181,18 +182,22 @@ class Adaptive:
             row = yield from self._agree(best, "max")
             rows[size + 1] = row
             candidates = {index for index in candidates if row[index] <= _HOPELESS * min(row)}
-            expected = sum(row[index] for index in candidates) * 2.0 ** (next_size - size)
+            expected = 2 * sum(row[index] for index in candidates) * 2.0 ** (next_size - size)
             repeats = min(_REPEATS, int(_BUDGET / expected))
             if repeats == 0:
                 break
         return rows
 
     def _time(self, values: torch.Tensor, strategy: str) -> Generator[Wait, None, float]:
-        """Seconds of a call that all ranks begin together."""
-        yield from self._run(Call("barrier"), "default")
-        began = time.perf_counter()
-        yield from self._run(Call("all_reduce", values, values, op="sum"), strategy)
-        return time.perf_counter() - began
+        """Seconds of a call that all ranks begin together; the second of two, which finds in the caches what the first
+        has left there."""
+        seconds = math.inf
+        for _ in range(2):
+            yield from self._run(Call("barrier"), "default")
+            began = time.perf_counter()
+            yield from self._run(Call("all_reduce", values, values, op="sum"), strategy)
+            seconds = time.perf_counter() - began
+        return seconds
 
     def _agree(self, row: Sequence[float], op: str) -> Generator[Wait, None, list[float]]:
         values = torch.tensor(row, dtype=torch.float64, device=self._device)
