@@ -31,7 +31,7 @@ CAN_WAIT = platform.machine() == "x86_64"
 
 
 class Patience(NamedTuple):
-    """How long to look before sleeping: at most about as long as being woken takes, 50 µs."""
+    """How long to look before sleeping: at most about as long as being woken takes, 60 µs with the caches gone cold."""
 
     looks: int
     """Looks at the counter, without a pause."""
@@ -41,7 +41,7 @@ class Patience(NamedTuple):
 
 def patience(num_ranks_here: int) -> Patience:
     """For ranks that share this host's cores. Where they don't fit, a peer needs the core more than this one."""
-    return Patience(1000, 10) if num_ranks_here <= num_cores() else Patience(0, 50)
+    return Patience(1600, 10) if num_ranks_here <= num_cores() else Patience(0, 100)
 
 
 class _Timespec(ctypes.Structure):

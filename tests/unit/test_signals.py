@@ -204,7 +204,7 @@ def test_a_sleeper_looks_around_by_itself(counters):
     assert time.monotonic() - began >= 2 * 0.9 * signals._LONGEST_SLEEP
 
 
-ALONE, CROWDED = Patience(looks=1000, turns=10), Patience(looks=0, turns=50)
+ALONE, CROWDED = Patience(looks=1600, turns=10), Patience(looks=0, turns=100)
 
 
 @pytest.mark.parametrize(("num_ranks", "expected"), [(1, ALONE), (4, ALONE), (5, CROWDED), (64, CROWDED)])
