@@ -46,9 +46,7 @@ class ArenaUnavailable(Exception):
 class Mapping:
     """An arena as one process sees it: its own, or a peer's."""
 
-    def __init__(self, fd: int, pid: int) -> None:
-        self.pid = pid
-        """Of the process whose memory it is."""
+    def __init__(self, fd: int) -> None:
         self._mapping = mmap.mmap(fd, 0)
         with suppress(OSError):  # only a wish: huge pages for shared memory are off on most systems
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -78,7 +76,7 @@ def open_peer(address: str) -> Mapping | None:
     except OSError:
         return None
     try:  # the same pid and number may mean something else here: the nonce decides
-        return Mapping(fd, int(pid)) if os.pread(fd, NONCE, 0).hex() == nonce else None
+        return Mapping(fd) if os.pread(fd, NONCE, 0).hex() == nonce else None
     except (OSError, ValueError):
         return None
     finally:
@@ -111,12 +109,12 @@ class Arena(Mapping):
             os.ftruncate(fd, size)
             nonce = secrets.token_bytes(NONCE)
             os.pwrite(fd, nonce, 0)
-            super().__init__(fd, os.getpid())
+            super().__init__(fd)
         except (OSError, ValueError) as error:
             os.close(fd)
             raise ArenaUnavailable(_explain(error, size)) from error
-        self.address_for_peers = f"{self.pid}/{fd}/{nonce.hex()}"
-        self._fd = fd
+        self.address_for_peers = f"{os.getpid()}/{fd}/{nonce.hex()}"
+        self._fd, self._pid = fd, os.getpid()
         self._lock = threading.Lock()
         self._free = [(_round_up(reserved, PAGE), size)]
         """Free ranges (start, stop) in order."""
@@ -158,7 +156,7 @@ class Arena(Mapping):
 
     def _release(self, start: int, size: int) -> None:
         """May be called at any moment: the garbage collector runs in whatever thread, even in one that has the lock."""
-        if os.getpid() != self.pid:  # a forked child lets go of its copy only; the memory is its parent's
+        if os.getpid() != self._pid:  # a forked child lets go of its copy only; the memory is its parent's
             return
         if size >= _GIVE_BACK:
             _libc.madvise(self.address + start, size, mmap.MADV_REMOVE)

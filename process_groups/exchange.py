@@ -6,17 +6,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from process_groups.arena import NONCE, PAGE, Arena, Mapping, join, no_memory
-from process_groups.faster_way import FasterWay
+from process_groups.arena import PAGE, Arena, Mapping, join, no_memory
 from process_groups.lane import Steps
-from process_groups.peer_memory import read_into
 from process_groups.reduction import Reducer
 from process_groups.shared_layout import NUM_SLOTS, GroupLayout
 from process_groups.signals import Abandoned, Counter, Sleepers
+from process_groups.writer import Writer
 
 _MOST_KNOWN = 512  # shapes whose views are kept: making them would cost more than a small call's own work
 _MOST_JOINED = 64  # shared results that stay mapped, a mapping for each rank
-_NEVER = (1 << 64) - 1  # of a counter
 _MOST_PIECES = 8192  # views of pieces that are kept, about 5 MiB
 
 
@@ -44,11 +42,10 @@ class Exchange:
         self._aborts = [_word(arena, layout.abort) for arena in peers]
         self._is_given_up = False
         self._offers = [
-            [None if arena is None else _words(arena, layout.offer(parity), 4) for arena in arenas] for parity in (0, 1)
+            [None if arena is None else _word(arena, layout.offer(parity)) for arena in arenas] for parity in (0, 1)
         ]
-        self.can_read_peers: bool | None = None
-        """Whether the kernel lets this rank read its peers' own memory; None before it was tried."""
-        self.relay_or_half_each = FasterWay()
+        self.writer = Writer()
+        """Into this group's shared memory, for collectives."""
         self._slot_starts = [layout.slot(slot) for slot in range(NUM_SLOTS)]
         self._joined: dict[tuple[object, ...], torch.Tensor] = {}
         self._work_space: torch.Tensor | None = None
@@ -147,59 +144,22 @@ class Exchange:
         assert first is not None
         return first.tensor(self.layout.window(number), numel, dtype)
 
-    def show(self, tensor: torch.Tensor, wants_to_read: bool = False) -> None:
-        """Tell the peers where this rank's tensor of the next round lies: among what ranks share, if it is registered,
-        and for this process; and whether this rank wants to read theirs, wherever they lie."""
+    def show(self, tensor: torch.Tensor) -> None:
+        """Tell the peers where this rank's tensor of the next round lies, if it is registered."""
         offset = self.own.offset_of(tensor)
-        words = self._offers[self.next_round % 2][self.me]
-        assert words is not None
-        words[0] = 0 if offset is None else offset + 1
-        words[1], words[2], words[3] = tensor.data_ptr(), self.own.address, wants_to_read
+        word = self._offers[self.next_round % 2][self.me]
+        assert word is not None
+        word[0] = 0 if offset is None else offset + 1
 
     def offer_of(self, peer: int, round_number: int) -> int | None:
         """Where a peer's tensor of that round lies."""
-        words = self._offers[round_number % 2][peer]
-        return words[0] - 1 if words is not None and words[0] else None
+        word = self._offers[round_number % 2][peer]
+        return word[0] - 1 if word is not None and word[0] else None
 
     def offers(self, round_number: int) -> list[int] | None:
         """Where all ranks' tensors of that round lie; None when one of them is not registered."""
         found = [offset for peer in range(self.size) if (offset := self.offer_of(peer, round_number)) is not None]
         return found if len(found) == self.size else None
-
-    # Peers' own memory, where all ranks are on one host.
-
-    def try_to_read_peers(self, round_number: int) -> None:
-        """Find out whether this rank can, now that all have shown where their arenas lie in that round."""
-        if self.can_read_peers is None:
-            peers = (peer for peer in range(self.size) if peer != self.me)
-            self.can_read_peers = all(self._finds_arena(peer, round_number) for peer in peers)
-
-    def _finds_arena(self, peer: int, round_number: int) -> bool:
-        """A peer's number may be another process's in this one's namespace: the nonce decides."""
-        arena, words = self.arenas[peer], self._offers[round_number % 2][peer]
-        assert arena is not None
-        assert words is not None
-        nonce = torch.empty(NONCE, dtype=torch.uint8)
-        try:
-            self.read(nonce, peer, words[2])
-        except OSError:
-            return False
-        return nonce.equal(arena.bytes[:NONCE])
-
-    def addresses(self, round_number: int) -> list[int] | None:
-        """Where all ranks' tensors of that round lie for their processes; None unless all want to read the others'."""
-        offers = [words for words in self._offers[round_number % 2] if words is not None]
-        return [words[1] for words in offers] if all(words[3] for words in offers) else None
-
-    def read(self, target: torch.Tensor, peer: int, address: int) -> None:
-        """Fill a tensor with what a peer has there, or raise as `read_into` does."""
-        arena = self.arenas[peer]
-        assert arena is not None
-        read_into(target, arena.pid, address)
-
-    def until_lost(self, peer: int) -> Steps:
-        """Wait for a peer that has ended: abandoned once its loss is known."""
-        yield self.counter_of_all(peer, self.layout.progress), _NEVER
 
     def joined(self, offsets: Sequence[int], cuts: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A slice of each rank's buffer as one tensor: rank r's from cut r to cut r + 1."""

@@ -20,6 +20,7 @@ from process_groups.arena import Mapping, no_memory
 from process_groups.exchange import Exchange
 from process_groups.shared_layout import MESSAGE_WORDS, NUM_MESSAGES
 from process_groups.signals import Abandoned, Patience
+from process_groups.writer import Writer
 from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, InvalidCall
 
 if TYPE_CHECKING:
@@ -122,10 +123,10 @@ class _Prepared:
         words = describe(signature, places)
         self.header = memoryview(array("q", words)).cast("B")
 
-    def fill(self, message: Message) -> None:
+    def fill(self, message: Message, writer: Writer) -> None:
         for target, tensor in zip(self._targets, message, strict=True):
             if target is not None and tensor is not None:
-                target.copy_(tensor)
+                writer.write(target, tensor)
 
 
 class SharedPipe:
@@ -154,6 +155,7 @@ class SharedPipe:
         self._piped_by_peer = exchange.counter(peer, layout.piped(me), peer)
         self._taken = exchange.counter(me, layout.taken(peer), peer)
         self._num_sent = self._num_received = 0
+        self._writer = Writer()
         self._free: dict[Signature, list[_Prepared]] = {}
         self._pending: deque[_Prepared] = deque()
         """Filled, but there was no room to show them."""
@@ -171,7 +173,7 @@ class SharedPipe:
         signature = signature_of(message)
         free = self._free.get(signature)
         prepared = free.pop() if free else self._prepare(signature)
-        prepared.fill(message)
+        prepared.fill(message, self._writer)
         self._pending.append(prepared)
         self.push()
 

@@ -34,10 +34,10 @@ class Reducer:
         if wide is out.dtype or (not others and op != "mean"):  # one addition rounds once, whatever the dtype
             so_far = first
             for values in others:
-                so_far = combine(so_far, values, out=out if out is first else self._scratch(out.numel(), wide))
+                so_far = combine(so_far, values, out=out if out is first else self.scratch(out.numel(), wide))
             result = combine(so_far, last, out=out)
         else:
-            result = self._scratch(out.numel(), wide).copy_(first)
+            result = self.scratch(out.numel(), wide).copy_(first)
             for values in (*others, last):
                 combine(result, values, out=result)
         if op == "mean":
@@ -45,7 +45,8 @@ class Reducer:
         if result is not out:
             out.copy_(result)
 
-    def _scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a piece, until the next one."""
         if self._bytes is None:
             with torch.inference_mode(False):  # it is used by later calls too
                 self._bytes = torch.empty(2 * PIECE, dtype=torch.uint8)  # a piece of 16-bit floats doubles

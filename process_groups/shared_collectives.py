@@ -2,13 +2,12 @@
 
 Small calls go through the staging slots in one round: each rank puts its values into its slot, all arrive, and each
 takes what it needs from the others' slots. Larger ones read and write registered buffers in place if every rank's
-tensor is one, or else pass through the slots a chunk at a time; all-reduces do that as `relay` says, or `half_each`. A
-slot is used again three rounds later, when every rank has arrived at a round after the one in which it was read.
+tensor is one, or else pass through the slots a chunk at a time; all-reduces do that as `relay` says. A slot is used
+again three rounds later, when every rank has arrived at a round after the one in which it was read.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -16,7 +15,6 @@ import torch
 
 from process_groups.arena import PAGE
 from process_groups.exchange import Exchange
-from process_groups.half_each import half_each, is_worth_trying, wants_to_read
 from process_groups.lane import Steps
 from process_groups.reduction import part, pieces
 from process_groups.relay import relay
@@ -101,12 +99,12 @@ def _all_reduce_flat(exchange: Exchange, call: Call) -> Steps:
 def _all_reduce(exchange: Exchange, call: Call) -> Steps:
     target = call.target
     assert target is not None
-    exchange.show(target, wants_to_read(exchange, target.nbytes))
+    exchange.show(target)
     round_number = exchange.arrive()
     yield from exchange.everybody(round_number)
     offsets = exchange.offers(round_number)
     if offsets is None:
-        yield from _all_reduce_apart(exchange, call, round_number)
+        yield from relay(exchange, call)
         return
     if call.shared and can_be_joined(offsets):
         cuts = cuts_at_pages(offsets[0], target.numel(), target.element_size(), exchange.size)
@@ -115,19 +113,6 @@ def _all_reduce(exchange: Exchange, call: Call) -> Steps:
     else:
         _reduce_in_place(exchange, call, offsets, part(target.numel(), exchange.me, exchange.size))
     yield from exchange.everybody(exchange.arrive())
-
-
-def _all_reduce_apart(exchange: Exchange, call: Call, round_number: int) -> Steps:
-    """Of tensors that are not registered, or not all of them."""
-    assert call.target is not None
-    num_bytes = call.target.nbytes
-    if not is_worth_trying(exchange, num_bytes):
-        yield from relay(exchange, call)
-        return
-    exchange.try_to_read_peers(round_number)
-    addresses, start = exchange.addresses(round_number), time.monotonic()
-    yield from relay(exchange, call) if addresses is None else half_each(exchange, call, addresses)
-    exchange.relay_or_half_each.took(num_bytes, addresses is not None, time.monotonic() - start)
 
 
 def _reduce_in_place(
@@ -200,7 +185,7 @@ def _exposing(exchange: Exchange, call: Call) -> Steps:
         b = min(columns, a + step)
         slots = exchange.slots(exchange.next_round, rows * (b - a), source.dtype)
         if call.peer is None or call.peer == exchange.me:
-            slots[exchange.me].view(rows, -1).copy_(source[:, a:b])
+            exchange.writer.write(slots[exchange.me].view(rows, -1), source[:, a:b])
         yield from exchange.everybody(exchange.arrive())
         take([slot.view(rows, -1) for slot in slots], a, b)
 

@@ -14,7 +14,7 @@ LEAD = 2  # windows that a rank adds to before it reads one: with more of them, 
 NUM_WINDOWS = 2 * LEAD + 2
 assert NUM_WINDOWS * WINDOW <= NUM_SLOTS * CHUNK
 NUM_PACKETS = 4  # under way from one rank to another
-PACKET = 128 << 10  # bytes
+PACKET = 256 << 10  # bytes
 NUM_MESSAGES = 32  # of a pipe, under way from one rank to another
 NUM_ROOMS = 2  # for a rank's parts of tensors that are exchanged: one is read while the next is written
 MESSAGE_WORDS = 256  # of 8 bytes, with one for their number: what a message consists of, and where that lies
@@ -60,9 +60,7 @@ class GroupLayout:
         return self.start + 7 * _LINE
 
     def offer(self, round_number: int) -> int:
-        """Words about the owner's tensor of that round: where it lies in its arena, plus 1, or 0 when it is not
-        registered; its address and the arena's in the owner's process; whether the owner wants to read its peers'
-        memory."""
+        """Where the owner's registered tensor of that round lies, plus 1; 0 when it has none."""
         return self.start + (2 + round_number % 2) * _LINE
 
     def announced(self, peer: int) -> int:

@@ -151,7 +151,7 @@ class SharedMemoryTransport:
             "one round through the staging slots"
             if num_bytes <= FLAT
             else "each rank reduces its slice of registered buffers and writes it to all; other tensors are added up "
-            "by running sums, or by two ranks that read each other's"
+            "by running sums"
         )
         return Explanation("default", f"shared memory's own way; {how}")
 

@@ -11,15 +11,16 @@ def wide_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
     return torch.float32 if is_short_float and op in ("sum", "mean") else dtype
 
 
-def combine(mine: torch.Tensor, theirs: torch.Tensor, op: str) -> None:
-    """mine = mine (op) theirs, in place; a mean is a sum until `finish`."""
+def combine(mine: torch.Tensor, theirs: torch.Tensor, op: str, out: torch.Tensor | None = None) -> None:
+    """mine (op) theirs, in place of mine unless told otherwise; a mean is a sum until `finish`."""
+    out = mine if out is None else out
     match op:
         case "sum" | "mean":
-            mine.add_(theirs)
+            torch.add(mine, theirs, out=out)
         case "min":
-            torch.minimum(mine, theirs, out=mine)
+            torch.minimum(mine, theirs, out=out)
         case "max":
-            torch.maximum(mine, theirs, out=mine)
+            torch.maximum(mine, theirs, out=out)
         case _:
             raise AssertionError(f"no such op: {op!r}")
 

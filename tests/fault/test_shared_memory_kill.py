@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 import parallel3d
 from parallel3d import CommunicationError, PeerLost
 from process_groups.exchange import Exchange
-from process_groups.reduction import PIECE, Reducer
+from process_groups.reduction import Reducer
 from process_groups.shared_collectives import FlatAllReduce
 from process_groups.shared_packets import Inbox, Outbox
 from process_groups.signals import Counter
@@ -154,44 +153,3 @@ def test_a_rank_is_killed(when):
             assert moment - killed < PROMISE
         assert [rank.hear() for rank in ranks[:2]] == [[3.0], [3.0]]
         assert [rank.finish() for rank in ranks] == [0, 0, 0, -signal.SIGKILL]
-
-
-POINTS_OF_TWO: dict[str, Point] = {
-    "before it arrives": (Exchange, "arrive", 1),
-    "while it adds up its half": (Exchange, "read", 3),
-    "after its half, which the other one wants to read": (Exchange, "arrive", 2),
-    "while it reads the other half": (Exchange, "read", NUM * 4 // 2 // PIECE + 2),
-    "before the last round": (Exchange, "arrive", 3),
-}
-
-
-def may_read_siblings() -> bool:
-    """Whether a process may read what another child of its parent has."""
-    setting = Path("/proc/sys/kernel/yama/ptrace_scope")
-    scope = int(setting.read_text()) if setting.exists() else 0
-    return scope == 0 or (scope < 3 and os.geteuid() == 0)
-
-
-async def lose_the_only_peer(tell: Tell, point: Point) -> None:
-    async with parallel3d.mesh(dp=2) as mesh:
-        for _ in range(3):  # in the first they learn that they can read each other's memory, in the fourth they do
-            await mesh.world.all_reduce(torch.ones(NUM))
-        if mesh.rank == 1:
-            die_at(point, tell)
-        try:
-            await mesh.world.all_reduce(torch.ones(NUM))
-        except CommunicationError as error:
-            tell((error, time.monotonic()))
-
-
-@pytest.mark.skipif(not may_read_siblings(), reason="processes may not read each other here (kernel.yama.ptrace_scope)")
-@pytest.mark.parametrize("when", POINTS_OF_TWO)
-def test_a_rank_is_killed_whose_memory_the_other_reads(when):
-    with Ranks(lose_the_only_peer, torch_variables(2), (POINTS_OF_TWO[when],)) as ranks:
-        killed = ranks[1].hear()
-        assert isinstance(killed, float), killed
-        error, moment = ranks[0].hear()
-        assert type(error) is PeerLost, error
-        assert error.rank == 1
-        assert moment - killed < PROMISE
-        assert [rank.finish() for rank in ranks] == [0, -signal.SIGKILL]

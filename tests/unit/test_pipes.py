@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from process_groups import writer
 from process_groups.arena import Arena, open_peer
 from process_groups.exchange import Exchange
 from process_groups.pipes import DTYPES, SharedPipe, describe, read_description, signature_of
@@ -51,14 +52,35 @@ def take(pipe: SharedPipe) -> list[torch.Tensor | None]:
     return pipe.receive(time.monotonic() + SECONDS, lambda: math.inf)
 
 
+@pytest.mark.parametrize("is_far", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 4, 5), (70_000,)])
-def test_any_shape_and_dtype(ends, shape, dtype):
+def test_any_shape_and_dtype(ends, shape, dtype, is_far):
+    ends.one._writer.is_far = is_far
     values = torch.arange(max(1, torch.Size(shape).numel())).to(dtype)[: torch.Size(shape).numel()].view(shape)
     ends.one.send([values, None, values])
     found = take(ends.other)
     assert found[1] is None
     assert all(torch.equal(each, values) and each.dtype is dtype for each in (found[0], found[2]))
+
+
+def test_far_ranks_are_written_to_round_the_cache(ends, monkeypatch):
+    streamed, stream = [], writer.stream
+    monkeypatch.setattr(
+        writer, "stream", lambda target, source: streamed.append(source.nbytes) or stream(target, source)
+    )
+    monkeypatch.setattr(ends.one._writer, "_next_try", math.inf)
+    for is_far in (False, True):
+        ends.one._writer.is_far = is_far
+        ends.one.send([torch.ones(70_000), torch.ones(10)])
+        assert all(each.eq(1).all() for each in take(ends.other))
+    assert streamed == [280_000]
+
+
+def test_a_tensor_without_memory_of_its_own_is_sent(ends):
+    ends.one._writer.is_far = True
+    ends.one.send([torch._efficientzerotensor(70_000)])
+    assert torch.equal(take(ends.other)[0], torch.zeros(70_000))
 
 
 def test_gradients_are_asked_for_where_the_sender_does(ends):
@@ -67,10 +89,13 @@ def test_gradients_are_asked_for_where_the_sender_does(ends):
     assert [each.requires_grad for each in take(ends.other)] == [True, False, False]
 
 
-def test_a_view_is_sent_as_it_is_seen(ends):
-    values = torch.arange(12.0).view(3, 4).t()[1:]
-    ends.one.send([values])
-    assert torch.equal(take(ends.other)[0], values)
+@pytest.mark.parametrize("is_far", [False, True])
+def test_a_view_is_sent_as_it_is_seen(ends, is_far):
+    ends.one._writer.is_far = is_far
+    many = torch.randn(70_000, dtype=torch.complex64)
+    for values in (torch.arange(12.0).view(3, 4).t()[1:], many.view(7, -1).t(), many.conj(), torch._neg_view(many)):
+        ends.one.send([values])
+        assert torch.equal(take(ends.other)[0], values)
 
 
 def test_what_is_received_is_its_own(ends):

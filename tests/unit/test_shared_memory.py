@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import math
 import random
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from process_groups import exchange, relay, shared_collectives, shared_packets
+from process_groups import exchange, relay, shared_collectives, shared_packets, writer
 from process_groups.arena import Arena, open_peer
 from process_groups.board import Page
 from process_groups.exchange import Exchange
@@ -28,10 +29,11 @@ from process_groups.shared_collectives import FLAT, FlatAllReduce, steps_of
 from process_groups.shared_layout import NUM_PACKETS, NUM_WINDOWS, PACKET, lay_out
 from process_groups.shared_memory import SharedMemoryTransport
 from process_groups.shared_packets import Packets
-from process_groups.signals import Abandoned, Patience
+from process_groups.signals import Abandoned, Counter, Patience
 from process_groups.strategies.execute import SharedLink, all_reduce_steps
 from process_groups.strategies.programs import program_of
 from process_groups.transport import Call, Place
+from process_groups.writer import WORTH_STREAMING
 from runtime.errors import Coords, GroupClosed
 from tests.processes import SECONDS
 
@@ -47,6 +49,8 @@ def small_is_large(monkeypatch):
     monkeypatch.setattr(shared_collectives, "FLAT", 4 << 10)
     monkeypatch.setattr(shared_collectives, "CHUNK", 64 << 10)
     monkeypatch.setattr(relay, "WINDOW", 8 << 10)
+    monkeypatch.setattr(writer, "WORTH_STREAMING", 64)
+    monkeypatch.setattr(writer, "_TRY_EVERY", math.inf)  # how a rank writes does not depend on the time
 
 
 class Rank:
@@ -58,6 +62,7 @@ class Rank:
         assert None not in mapped
         self.arena, self.mapped, self.me, self.size, self.layout = arenas[me], mapped, me, len(arenas), layout
         self.exchange = Exchange(mapped, me, layout)
+        self.exchange.writer.is_far = me % 2 == 1
         self.packets = Packets(
             self.exchange,
             lambda name: Lane(name, Patience(0, 0), self.exchange.is_abandoned, lambda _: GroupClosed("given up")),
@@ -90,6 +95,20 @@ def ranks_of() -> Iterator[Callable[[int], list[Rank]]]:
     yield ranks_of
     for arena in made:
         arena.close()
+
+
+@pytest.fixture
+def streamed(monkeypatch) -> list[int]:
+    """How many bytes were written round the cache, each time."""
+    found: list[int] = []
+
+    def stream(target: torch.Tensor, source: torch.Tensor) -> None:
+        found.append(source.nbytes)
+        target.copy_(source)
+
+    for module in (writer, shared_packets):
+        monkeypatch.setattr(module, "stream", stream)
+    return found
 
 
 class Stepped:
@@ -390,6 +409,101 @@ def test_what_is_registered_and_not_small_is_read_where_it_lies(ranks_of, num_by
     assert target.eq(2 if is_shown else 1).all()
 
 
+def test_a_registered_tensor_is_copied_where_the_receiver_is_far(ranks_of, streamed):
+    one, other = ranks_of(2)
+    values = values_of(0, 3 * PACKET // 4)
+    source, target = one.tensor(values, True), other.tensor(torch.zeros_like(values), True)
+    send, receive = Call("send", source=source, peer=1), Call("recv", target=target, peer=0)
+    in_any_order([Stepped(one.steps(send)), Stepped(other.steps(receive))], random.Random(1))
+    outbox = one.packets._boxes["send", 1][1]
+    outbox._writer.is_far = True
+    finish(one.steps(send))
+    assert sum(streamed) == values.nbytes
+    source.zero_()
+    target.zero_()
+    in_any_order([Stepped(other.steps(receive))], random.Random(1))
+    assert torch.equal(target, values)
+
+
+@pytest.mark.parametrize(
+    "is_far", [(False, False, False), (True, True, True), (True, False, True), (False, True, False)]
+)
+@pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_running_sums_are_the_same_however_each_rank_writes(ranks_of, streamed, is_far, op, dtype):
+    ranks, numel = ranks_of(3), 30_000
+    sources = [values_of(rank, numel, dtype) for rank in range(3)]
+    for rank, far in zip(ranks, is_far, strict=True):
+        rank.exchange.writer.is_far = far
+    calls = [Call("all_reduce", target=source.clone(), op=op) for source in sources]
+    in_any_order([Stepped(rank.steps(call)) for rank, call in zip(ranks, calls, strict=True)], random.Random(1))
+    extreme = {"min": torch.amin, "max": torch.amax}.get(op)
+    wanted = extreme(torch.stack(sources), 0) if extreme else expected("all_reduce", sources, 0, op)
+    assert all(torch.equal(call.target, wanted) for call in calls)
+    width = 4 if op in ("sum", "mean") else dtype.itemsize
+    assert sum(streamed) == sum(is_far) * numel * width
+
+
+def test_a_rank_in_the_midst_of_near_ones_adds_in_place_but_for_the_first_window(ranks_of, monkeypatch):
+    """Which tells how far its readers are."""
+    ranks, written = ranks_of(3), [0, 0, 0]
+    for rank in ranks:
+        rank.exchange.writer.is_far = False
+
+    def write(self, target, source):
+        written[[rank.exchange.writer for rank in ranks].index(self)] += 1
+        target.copy_(source)
+
+    monkeypatch.setattr(writer.Writer, "write", write)
+    calls = [Call("all_reduce", target=torch.ones(10 * relay.WINDOW // 4), op="sum") for _ in ranks]
+    in_any_order([Stepped(rank.steps(call)) for rank, call in zip(ranks, calls, strict=True)], random.Random(1))
+    assert written == [10, 1, 10]
+
+
+def test_nothing_is_added_to_what_a_rank_that_gave_up_has_left(ranks_of):
+    one, other = ranks_of(2)
+    calls = [Call("all_reduce", target=torch.ones(4 * relay.WINDOW // 4), op="sum") for _ in range(2)]
+    first, second = (Stepped(rank.steps(call)) for rank, call in zip((one, other), calls, strict=True))
+    assert [first.go_on(), second.go_on(), first.go_on()] == [True] * 3
+    assert one.exchange.windows_added[0].value > 0, "the second could go on"
+    one.exchange.give_up()
+    assert not second.goes_on_until_it_fails()
+    assert calls[1].target.eq(1).all()
+
+
+@pytest.mark.parametrize("num_bytes", [COPIED, 2 * PACKET])
+def test_a_packet_is_written_before_it_is_told(ranks_of, monkeypatch, num_bytes):
+    one, _ = ranks_of(2)
+    values = torch.arange(num_bytes // 4, dtype=torch.int32)
+    told, store = [], Counter.store
+
+    def look_and_store(counter, value):
+        if counter is one.packets._boxes["send", 1][1].sent:
+            numel = min(num_bytes, PACKET) // 4
+            packet = one.arena.tensor(one.layout.packet(1, value - 1), numel, torch.int32)
+            told.append(torch.equal(packet, values.split(numel)[value - 1]))
+        store(counter, value)
+
+    monkeypatch.setattr(Counter, "store", look_and_store)
+    send = Call("send", source=values, peer=1)
+    if not at_once(one, send):
+        finish(one.steps(send))
+    assert told == [True] * -(-num_bytes // PACKET)
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "broadcast"])
+def test_what_is_staged_for_far_ranks_goes_round_the_cache(ranks_of, streamed, kind):
+    ranks = ranks_of(2)
+    for rank in ranks:
+        rank.exchange.writer.is_far = True
+    calls = [
+        make_call(rank, kind, values_of(rank.me, LARGE), False, peer=0 if kind == "broadcast" else None)
+        for rank in ranks
+    ]
+    in_any_order([Stepped(rank.steps(call)) for rank, call in zip(ranks, calls, strict=True)], random.Random(1))
+    assert sum(streamed) == 4 * LARGE * (1 if kind == "broadcast" else 2)
+
+
 def test_a_shown_tensor_is_held_until_it_was_read(ranks_of):
     one, other = ranks_of(2)
     values = values_of(0, COPIED)
@@ -453,13 +567,24 @@ def test_both_ends_copy_a_registered_tensor_until_they_meet(ranks_of, monkeypatc
 
     def look_and_hand_over(exchange):  # what comes next is a copy
         nonlocal copied_by_sender
-        copied_by_sender += exchange is one.exchange
+        if exchange is one.exchange:
+            copied_by_sender += 1
+            done_by_sender.append("look")
         baton.hand_over()
         return is_abandoned(exchange)
 
     monkeypatch.setattr(shared_packets._Pair, "_claim", claim_and_hand_over)
     monkeypatch.setattr(Exchange, "is_abandoned", look_and_hand_over)
     one, other = ranks_of(2)
+    done_by_sender, write, store = [], writer.Writer.write, Counter.store
+
+    def store_and_note(counter, value):
+        if counter is one.packets._boxes["send", 1][1].helped:
+            done_by_sender.append("tell")
+        store(counter, value)
+
+    monkeypatch.setattr(writer.Writer, "write", lambda *call: done_by_sender.append("write") or write(*call))
+    monkeypatch.setattr(Counter, "store", store_and_note)
 
     def run(stepped):
         while not stepped.has_ended:
@@ -483,6 +608,8 @@ def test_both_ends_copy_a_registered_tensor_until_they_meet(ranks_of, monkeypatc
         assert torch.equal(received[0], values)
         assert target.eq(7).all(), "the sender wrote after the receive had ended"
     assert copied_by_sender > 200
+    pieces = [done_by_sender[n : n + 3] for n, what in enumerate(done_by_sender) if what == "look"]
+    assert all(each == ["look", "write", "tell"] for each in pieces), "by the writer, so that it learns how far that is"
 
 
 # Small calls that are carried out where they are made.
@@ -532,8 +659,16 @@ def test_only_what_is_small_is_sent_at_once(ranks_of, num_bytes):
     assert torch.equal(recv.target, values)
 
 
+@pytest.mark.parametrize("num_bytes", [WORTH_STREAMING - 4, WORTH_STREAMING, COPIED])
+def test_repeated_messages_that_are_not_tiny_go_round_the_cache(ranks_of, streamed, num_bytes):
+    one, _ = ranks_of(2)
+    values = torch.ones(num_bytes // 4)
+    send = Call("send", source=values, peer=1, memory=memoryview(values.numpy()).cast("B"))
+    assert at_once(one, send)
+    assert streamed == ([num_bytes] if num_bytes >= WORTH_STREAMING else [])
+
+
 def test_messages_that_wait_are_not_written_over(ranks_of):
-    """Though the sender takes the next packet's memory back from the receiver's core before it is needed."""
     one, other = ranks_of(2)
     for first in range(0, 3 * NUM_PACKETS, NUM_PACKETS - 1):  # so that all packets have been used, each in its turn
         for number in range(first, first + NUM_PACKETS):
@@ -542,18 +677,6 @@ def test_messages_that_wait_are_not_written_over(ranks_of):
             target = torch.zeros(COPIED // 4)
             assert at_once(other, Call("recv", target=target, peer=0))
             assert target.unique().tolist() == [number]
-
-
-def test_the_sender_takes_the_next_packet_back(ranks_of):
-    one, other = ranks_of(2)
-    values = torch.ones(COPIED // 4)
-    places = [one.layout.packet(1, number) for number in range(NUM_PACKETS)]
-    for number in range(NUM_PACKETS + 2):
-        assert at_once(one, Call("send", source=values, peer=1))
-        packets = [one.arena.tensor(place, COPIED // 4, torch.float32) for place in places]
-        assert packets[number % NUM_PACKETS].eq(1).all()
-        assert packets[(number + 1) % NUM_PACKETS].eq(0).all()
-        assert at_once(other, Call("recv", target=torch.empty(COPIED // 4), peer=0))
 
 
 def test_a_full_ring_of_packets_takes_nothing_at_once(ranks_of):
@@ -1096,7 +1219,7 @@ def test_how_default_explains_itself(threads_of):
     assert threads_of(2).run(main)[0] == [
         "default: shared memory's own way; one round through the staging slots",
         "default: shared memory's own way; each rank reduces its slice of registered buffers and writes it to all; "
-        "other tensors are added up by running sums, or by two ranks that read each other's",
+        "other tensors are added up by running sums",
         "ring: asked for",
         "default: one round through the staging slots, and no strategy takes less",
     ]
