@@ -61,11 +61,15 @@ def attribute(events: Mapping[int, Sequence[Event]], ranks: Mapping[int, RankFac
         _share_stage_meetings(everyone, Axis.WORLD, "optimizer", reducing)
     else:
         _share_meetings(everyone, Axis.WORLD, "optimizer")
-    longer = _longer(_those(everyone, layout.same_work))
+    with_same_work = _those(everyone, layout.same_work)
+    longer = _beyond_least(with_same_work, lambda each: each.compute_wall)
+    held_up = _beyond_least(with_same_work, lambda each: each.held_up)
+    for each in everyone:
+        _note_lateness(each, longer[each.facts.rank] + held_up[each.facts.rank])
     for pipeline in pipelines:
         _share_receives(pipeline)
         _share_waiting(pipeline, longer)
-    found = tuple([_result(times, longer[times.facts.rank]) for times in everyone])
+    found = tuple(map(_result, everyone))
     return StepTimes(
         step=everyone[0].step,
         seconds=sum(each.seconds for each in found) / len(found),
@@ -185,14 +189,16 @@ def _share_waiting(pipeline: Sequence[RankTimes], longer: Mapping[int, float]) -
         each.parts["bubble"] += each.waiting - straggler
 
 
-def _longer(with_same_work: Iterable[Sequence[RankTimes]]) -> dict[int, float]:
-    """By how much each rank computes longer than the fastest one with the same work."""
-    longer: dict[int, float] = {}
+def _beyond_least(
+    with_same_work: Iterable[Sequence[RankTimes]], seconds_of: Callable[[RankTimes], float]
+) -> dict[int, float]:
+    """How many more seconds each rank has than the one with the same work that has the fewest."""
+    beyond: dict[int, float] = {}
     for same in with_same_work:
-        least = min([each.compute_wall for each in same])
+        least = min(map(seconds_of, same))
         for each in same:
-            longer[each.facts.rank] = each.compute_wall - least
-    return longer
+            beyond[each.facts.rank] = seconds_of(each) - least
+    return beyond
 
 
 def _note_window(pipeline: Iterable[RankTimes]) -> None:
@@ -203,9 +209,14 @@ def _note_window(pipeline: Iterable[RankTimes]) -> None:
             each.pipeline = window
 
 
-def _result(times: RankTimes, longer: float) -> RankStep:
+def _note_lateness(times: RankTimes, more_than_others: float) -> None:
+    """Before waits in the pipeline have their names: `more_than_others` has those that made it late."""
+    explained = times.parts["straggler"] + times.parts["data"] + times.parts["checkpoint"] + more_than_others
+    times.lateness = max(0.0, max(times.late.values()) - explained)
+
+
+def _result(times: RankTimes) -> RankStep:
     parts = TimeParts(tuple([max(0.0, times.parts[part]) for part in PARTS]))
-    explained = parts["straggler"] + parts["data"] + parts["checkpoint"] + longer
     return RankStep(
         rank=times.facts.rank,
         seconds=times.seconds,
@@ -215,7 +226,7 @@ def _result(times: RankTimes, longer: float) -> RankStep:
         compute_cpu=times.compute_cpu,
         core_wait=times.core_wait,
         pipeline=times.pipeline[1] - times.pipeline[0],
-        lateness=max(0.0, max(times.late.values()) - explained),
+        lateness=times.lateness,
         stages={stage: StageSeconds(*seconds) for stage, seconds in sorted(times.stages.items())},
     )
 

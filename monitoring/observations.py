@@ -47,7 +47,7 @@ class RankStep:
     """From the step's first action in this rank's pipeline to the last end of all its ranks."""
     lateness: float = 0.0
     """By how much ranks with the same work came earlier to where they meet, as far as nothing known explains it:
-    neither waits for others, nor data, saving or longer computing."""
+    neither waits for others or in its pipeline, nor data, saving or longer computing."""
     stages: Mapping[int, StageSeconds] = field(default_factory=dict)
 
     @property
@@ -157,7 +157,7 @@ class Straggler:
     compared_with: str
     """`peers`: ranks with the same work. `itself`: its own earlier steps. `processor`: it had a core for less of its
     computing than other ranks. `arrival`: it comes late to where ranks meet, for a reason other than its computing,
-    its data or its saving."""
+    its data, its saving or its pipeline."""
     since_step: int
     host: str | None = None
     """Where all ranks of a host, and none elsewhere, are slow."""

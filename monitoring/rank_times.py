@@ -21,7 +21,7 @@ _BY_START = itemgetter(Event._fields.index("start"))
 _STEP, _COLLECTIVE = int(What.STEP), int(What.COLLECTIVE)
 _F, _W, _REDUCE_GRAD, _REDUCE, _MEET = map(int, (What.F, What.W, What.REDUCE_GRAD, What.REDUCE, What.MEET))
 _AXES = tuple(map(int, Axis))
-_WORLD, _DP, _SENDS = int(Axis.WORLD), int(Axis.DP), frozenset(map(int, SENDS))
+_WORLD, _DP, _PP, _SENDS = int(Axis.WORLD), int(Axis.DP), int(Axis.PP), frozenset(map(int, SENDS))
 _BETWEEN_STAGES: Calls = OPS.index("send"), int(Axis.PP)
 _COLUMNS: dict[int, int] = {What.F: 0, What.B: 1, What.I: 1, What.W: 2}
 _SENDERS: dict[int, tuple[int, int]] = {What.RECV_F: (int(What.SEND_F), -1), What.RECV_B: (int(What.SEND_B), 1)}
@@ -61,6 +61,10 @@ class RankTimes:
     late: dict[int, float] = field(default_factory=lambda: dict.fromkeys(_AXES, 0.0))
     """How much earlier others with the same work came to where they meet along an axis. Whoever is late along one holds
     up ranks that are late along another then, so the most of them counts, and not their sum."""
+    held_up: float = 0.0
+    """By its pipeline: in sends and receives, and where stages that share a weight meet."""
+    lateness: float = 0.0
+    """Of `late`, what nothing known explains."""
     actions: Span | None = None
     """From the first one's start to the last one's end."""
     pipeline: Span = (0.0, 0.0)
@@ -79,7 +83,7 @@ class RankTimes:
         raise ValueError(f"rank {facts.rank} has not ended the step")
 
     def _read(self, events: Iterable[Event], begin: float, finish: float) -> None:
-        wall = used = cpu_time = gaps = 0.0
+        wall = used = cpu_time = gaps = held_up = 0.0
         sent = self.traffic[_BETWEEN_STAGES] = [0, 0, 0.0]
         cursor, is_cpu = begin, self.facts.is_cpu
         waits, receives, stages = self.waits, self.receives, self.stages
@@ -120,12 +124,14 @@ class RankTimes:
                 sender, further = _SENDERS[what]
                 worked = min(cpu, end - start) if cpu else 0.0
                 receives.append(((sender, stage + further, microbatch), (start, end), worked))
+                held_up += end - start - worked
                 if worked:  # weight parts that were waiting for a moment like this
                     wall, used, cpu_time = wall + worked, used + worked, cpu_time + worked
                     stages.setdefault(stage, [0.0, 0.0, 0.0])[_COLUMNS[_W]] += worked
             elif what in _SENDS:
                 self.sends[what, stage, microbatch] = start
                 self.parts["pp_comm"] += end - start
+                held_up += end - start
                 if calls:
                     sent[0] += calls
                     sent[1] += num_bytes
@@ -139,6 +145,7 @@ class RankTimes:
         if not sent[0]:
             del self.traffic[_BETWEEN_STAGES]
         self.compute_wall, self.compute_cpu, self.core_wait = wall, cpu_time, wall - used
+        self.held_up = held_up + sum([end - start for start, end in self.meetings[_PP]])
         self.parts["compute"] += used
         self.parts["other"] += gaps + max(0.0, finish - cursor) + self.core_wait
         self.actions = (first, last) if first < finish else None

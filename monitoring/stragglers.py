@@ -9,7 +9,7 @@ it, the least of four:
 | `peers`       | the fastest rank with the same work                                                      |
 | `itself`      | its own best median so far, if no rank with the same work reaches its own, but others do |
 | `processor`   | the share of its computing in which the best rank had a core                             |
-| `arrival`     | a step without what others wait for it, and its computing, data and saving don't explain |
+| `arrival`     | a step without what others wait for it, and nothing that is known of it explains         |
 
 Where a host has more ranks than cores, ranks take turns: there only processor time is compared, and `processor` and
 `arrival` not at all.

@@ -192,9 +192,9 @@ def test_waiting_for_another_stages_reduction_is_no_bubble():
     check_sums(alone)
 
 
-def late_at(*ranks: Told) -> list[float]:
-    """In milliseconds, of replicas."""
-    times = attribute({rank: told.done() for rank, told in enumerate(ranks)}, mesh_of(dp=len(ranks)))
+def late_at(*ranks: Told, pp: int = 1) -> list[float]:
+    """In milliseconds, of replicas, or of replicated pipelines."""
+    times = attribute({rank: told.done() for rank, told in enumerate(ranks)}, mesh_of(dp=len(ranks) // pp, pp=pp))
     return [round(1e3 * each.lateness, 6) for each in times.ranks]
 
 
@@ -209,6 +209,39 @@ def test_a_rank_that_comes_late_for_no_known_reason():
     slow = replica(0.0, 0.001, forward=0.080)
     assert late_at(replica(0.0, 0.001, reduce=0.052), slow) == [0, 0], "its computing"
     assert late_at(replica(0.0, 0.051, forward=0.080), replica(0.050, 0.001, reduce=0.052)) == [0, 0], "each in turn"
+
+
+def stages(
+    idle: tuple[float, float] = (0.0, 0.0), forward: float = 0.010, transfer: float = 0.001, early: float = 0.0
+) -> tuple[Told, Told]:
+    """Of one pipeline with one microbatch.
+
+    idle: each stage, before its forward. forward: of the first. early: how long both wait for their replicas.
+    """
+    first = (
+        Told().gap(idle[0]).add(F, forward, 0, 0).add(SEND_F, 0.001, 0, 0).add(RECV_B, 0.029 + transfer + idle[1], 0, 0)
+    )
+    first.add(B, 0.020, 0, 0).add(REDUCE, 0.002 + early).add(MEET, 0.001)
+    second = Told().add(RECV_F, idle[0] + forward + transfer, 1, 0).gap(idle[1]).add(F, 0.010, 1, 0).add(B, 0.020, 1, 0)
+    return first, second.add(SEND_B, 0.001, 1, 0).add(REDUCE, 0.002 + early).add(MEET, 0.020)
+
+
+def test_a_stage_that_is_held_up_by_its_pipeline_is_not_late():
+    """Who idles is; who waits for that one, or whose messages are long on their way, is not."""
+    assert late_at(*stages(early=0.100), *stages(transfer=0.051), pp=2) == [0, 0, 0, 0]
+    assert late_at(*stages(early=0.050), *stages(idle=(0.050, 0.0)), pp=2) == [0, 0, 50, 0]
+    assert late_at(*stages(early=0.050), *stages(idle=(0.0, 0.050)), pp=2) == [0, 0, 0, 50]
+    both = stages(idle=(0.0, 0.050), forward=0.040)  # one computes longer, the other one waits for that and idles
+    assert late_at(*stages(early=0.080), *both, pp=2) == [0, 0, 0, 50]
+
+
+def test_stages_that_wait_for_one_that_shares_their_weight_are_not_late():
+    early, late = (
+        Told().add(B, 0.020, 0, 0).add(REDUCE, wait, axis=Axis.PP).add(REDUCE, 0.001) for wait in (0.001, 0.051)
+    )
+    idle = Told().add(B, 0.020, 1, 0).gap(0.050).add(REDUCE, 0.001, axis=Axis.PP).add(REDUCE, 0.001)
+    on_time = Told().add(B, 0.020, 1, 0).add(REDUCE, 0.001, axis=Axis.PP).add(REDUCE, 0.051)
+    assert late_at(early, on_time, late, idle, pp=2) == [0, 0, 0, 50]
 
 
 def test_a_rank_that_comes_late_to_its_tensor_parallel_peer_and_its_replica():
