@@ -7,7 +7,6 @@ adaptive call of a group measures, and every 512th of a size class compares note
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +26,8 @@ _BUDGET = 1.0  # seconds that a size may be expected to take; one that takes lon
 _MEASURING = 10.0  # seconds that measuring may take in all: twice what four such sizes and their barriers do
 _HOPELESS = 4.0  # times slower than the best: not measured at larger sizes
 _PERIOD = 512  # calls of a size class between two comparisons
-_TRIES = 2  # calls at the end of a period: the first one meets what the strategy in use has left in the caches
-_WORTH_A_TRY = 2.0  # times slower than the best, and still tried in most periods: things change
+_TRIES = 2  # calls before the last of a period: the first one meets what the strategy in use has left in the caches
+_WORTH_A_TRY = 2.0  # times slower than the one in use, and still tried in most periods: things change
 _ANY_EVERY = 4  # periods: then any is tried, for how slow the others are may have been measured in a bad moment
 _CLEARLY = 0.9  # a change needs a gain of 10 %, or noise would decide
 
@@ -45,6 +44,8 @@ class _Class:
 
     chosen: int
     num_calls: int = 0
+    tried: int = 0
+    """In this period, once its tries have begun."""
     best: list[float] = field(default_factory=lambda: [math.inf] * len(CANDIDATES))
     """Seconds of this rank's fastest call since notes were compared. The last to arrive does not wait for others, so
     the least over all ranks is what the call itself takes."""
@@ -98,7 +99,9 @@ class Adaptive:
             found = self._classes[size] = _Class(_least(self._row(size)))
         found.num_calls += 1
         turn = found.num_calls % _PERIOD
-        index = self._to_try(found, size) if turn >= _PERIOD - _TRIES else found.chosen
+        if turn == _PERIOD - _TRIES:
+            found.tried = self._to_try(found, size)
+        index = found.tried if turn >= _PERIOD - _TRIES else found.chosen
         call.carried_out_by = CANDIDATES[index]
         began = time.perf_counter()
         yield from self._run(call, CANDIDATES[index])
@@ -129,11 +132,11 @@ class Adaptive:
         return self._rows[min(self._rows, key=lambda known: (abs(known - size), known))]
 
     def _to_try(self, found: _Class, size: int) -> int:
-        """Another candidate that may have become the best; the same in all tries of a period."""
+        """Another candidate that may have become the best."""
         row, period = self._row(size), found.num_calls // _PERIOD + 1
         limit, turn = _WORTH_A_TRY * row[found.chosen], period
         if period % _ANY_EVERY == 0:
-            limit, turn = sys.float_info.max, period // _ANY_EVERY - 1
+            limit, turn = math.inf, period // _ANY_EVERY - 1
         worth = [index for index, seconds in enumerate(row) if index != found.chosen and seconds <= limit]
         return worth[turn % len(worth)] if worth else found.chosen
 

@@ -249,6 +249,28 @@ def test_what_was_measured_in_a_bad_moment_is_tried_again(together):
     assert together().all_reduce(MIB) == "default", "kept for the next run too"
 
 
+def test_what_was_too_slow_to_be_measured_is_tried_again_too(together):
+    """Of 16 MiB nothing is known of a strategy that took more than 4 times as long with 1 MiB."""
+    ranks = together(lambda strategy, num_bytes: usual(strategy, num_bytes) * (10 if strategy == "default" else 1))
+    assert ranks.all_reduce(16 * MIB) == "ring"
+    ranks.cost = lambda strategy, num_bytes: usual(strategy, num_bytes) * (0.2 if strategy == "default" else 1)
+    for _ in range(3 * 4 * 64):
+        ranks.all_reduce(16 * MIB)
+    assert ranks.all_reduce(16 * MIB) == "default"
+
+
+def test_the_same_one_is_tried_twice_whatever_other_classes_learn_meanwhile(together):
+    ranks = together()
+    for _ in range(62):
+        ranks.all_reduce(4 * MIB)
+    for _ in range(61):
+        ranks.all_reduce(8 * MIB)
+    first = ranks.all_reduce(8 * MIB)
+    for _ in range(2):
+        ranks.all_reduce(4 * MIB)
+    assert (first, ranks.all_reduce(8 * MIB)) == ("hierarchical", "hierarchical")
+
+
 def test_what_is_much_slower_is_tried_seldom(together):
     costs = {"default": 1e-3, "ring": 2.1e-3, "tree": 3e-3, "hierarchical": 3.5e-3}
     ranks = together(lambda strategy, num_bytes: costs[strategy])
