@@ -62,7 +62,7 @@ class RankTimes:
     """How much earlier others with the same work came to where they meet along an axis. Whoever is late along one holds
     up ranks that are late along another then, so the most of them counts, and not their sum."""
     held_up: float = 0.0
-    """By its pipeline: in sends and receives, and where stages that share a weight meet."""
+    """By its pipeline: in receives, and where stages that share a weight meet. Sends wait for nobody."""
     lateness: float = 0.0
     """Of `late`, what nothing known explains."""
     actions: Span | None = None
@@ -131,7 +131,6 @@ class RankTimes:
             elif what in _SENDS:
                 self.sends[what, stage, microbatch] = start
                 self.parts["pp_comm"] += end - start
-                held_up += end - start
                 if calls:
                     sent[0] += calls
                     sent[1] += num_bytes

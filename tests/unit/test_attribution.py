@@ -235,6 +235,23 @@ def test_a_stage_that_is_held_up_by_its_pipeline_is_not_late():
     assert late_at(*stages(early=0.080), *both, pp=2) == [0, 0, 0, 50]
 
 
+def test_a_stage_that_is_slow_to_send_is_late():
+    """Nobody holds up a send."""
+    late = Told().add(F, 0.010, 0, 0).add(SEND_F, 0.050, 0, 0).add(REDUCE, 0.002).add(MEET, 0.001)
+    others = [Told().add(F, 0.010, stage, 0).add(REDUCE, 0.052).add(MEET, 0.001) for stage in (0, 1, 1)]
+    assert late_at(others[0], others[1], late, others[2], pp=2) == [0, 0, 50, 0]
+
+
+def test_weight_parts_that_were_computed_in_a_receive_explain_no_more_than_they_took():
+    """Rank 3 computes 30 ms more than rank 1 while nothing comes, and idles for 50 ms."""
+    one = Told().add(RECV_F, 0.040, 1, 0).add(W, 0.010, 1, 0).add(REDUCE, 0.082).add(MEET, 0.001)
+    other = (
+        Told().add(RECV_F, 0.070, 1, 0, cpu=0.030).gap(0.050).add(W, 0.010, 1, 0).add(REDUCE, 0.002).add(MEET, 0.001)
+    )
+    first = [Told().add(F, 0.010, 0, 0).add(REDUCE, 0.012).add(MEET, 0.001) for _ in range(2)]
+    assert late_at(first[0], one, first[1], other, pp=2) == [0, 0, 0, 50]
+
+
 def test_stages_that_wait_for_one_that_shares_their_weight_are_not_late():
     early, late = (
         Told().add(B, 0.020, 0, 0).add(REDUCE, wait, axis=Axis.PP).add(REDUCE, 0.001) for wait in (0.001, 0.051)
