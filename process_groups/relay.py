@@ -56,14 +56,14 @@ def _add(exchange: Exchange, number: int, values: torch.Tensor, total: torch.Ten
     if number and 0 < me < last and not exchange.writer.is_far:  # window 0 tells how far those are who read it
         combine(total, values, op)  # in place, as a core's cache has no room for a third tensor
         return
-    is_private = total.dtype is values.dtype and me in (0, last)
-    so_far = values if is_private else exchange.reduce.scratch(values.numel(), total.dtype)
+    uses_own = total.dtype is values.dtype and me in (0, last)
+    so_far = values if uses_own else exchange.reduce.scratch(values.numel(), total.dtype)
     if me:
         combine(total, values, op, out=so_far)
-    elif not is_private:
+    elif not uses_own:
         so_far.copy_(values)
     if me == last:
         finish(so_far, op, exchange.size)
     exchange.writer.write(total, so_far)
-    if me == last and not is_private:
+    if me == last and not uses_own:
         values.copy_(so_far)

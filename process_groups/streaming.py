@@ -68,14 +68,18 @@ if _code is not None:
     _copy_lines = ctypes.CFUNCTYPE(*_arguments)(_address)  # other threads run meanwhile
     _copy_few_lines = ctypes.PYFUNCTYPE(*_arguments)(_address)
 
+CAN_STREAM = _code is not None
+"""Whether `stream` is more than an ordinary copy here."""
+
 
 def stream(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a contiguous tensor to one of the same dtype and size. torch does not learn that the target has changed.
+    """Copy a contiguous tensor to another one of the same dtype and size, which does not overlap it. torch does not
+    learn that the target has changed.
 
     Worth it from some KiB up, where another core is the next to read the target."""
     place, begin, num_bytes = target.data_ptr(), source.data_ptr(), source.nbytes
     copy = _copy_few_lines if num_bytes <= _FEW else _copy_lines
-    if copy is None or place % _ALIGNED or num_bytes < _LINE or not begin:  # some tensors have no memory of their own
+    if copy is None or place % _ALIGNED or num_bytes < _LINE or source._is_zerotensor():  # those have no memory at all
         target.copy_(source)
         return
     whole = num_bytes - num_bytes % _LINE

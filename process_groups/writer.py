@@ -7,6 +7,7 @@ bit is written the way that is not used.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from statistics import median
 
 import torch
 
-from process_groups.streaming import stream
+from process_groups.streaming import CAN_STREAM, stream
 
 WORTH_STREAMING = 16 << 10  # bytes: fewer are written in a microsecond all the same
 _FAR, _STILL_FAR = 2.8, 6.0  # times as long through the cache as round it; a way takes longer when it is but tried
@@ -23,6 +24,7 @@ _WARM_UP = 4 << 10  # bytes of these that are not timed: what has not run for a 
 _LINE = 64  # bytes of a cache line: what goes round the cache begins with one
 _TRY_EVERY = 0.02  # seconds
 _LATEST = 3  # writes of each way whose median counts: one that was disturbed does not matter
+assert min(_TRIED, WORTH_STREAMING // 2) > _WARM_UP  # so that something is timed
 
 
 class Writer:
@@ -31,7 +33,7 @@ class Writer:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.is_far = False
         """Whether what this rank writes should go round the cache."""
-        self._clock, self._next_try = clock, clock() + _TRY_EVERY
+        self._clock, self._next_try = clock, clock() + _TRY_EVERY if CAN_STREAM else math.inf
         self._per_byte = {streams: deque[float](maxlen=_LATEST) for streams in (False, True)}
 
     def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -69,4 +71,5 @@ def _copy(target: torch.Tensor, source: torch.Tensor, streams: bool) -> None:
 
 
 def _lies_as_it_is_seen(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    is_plain = not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
+    return is_plain and tensor.is_cpu and tensor.is_contiguous()

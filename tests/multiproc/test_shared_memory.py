@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import random
 import threading
 import time
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 import parallel3d
 from parallel3d import CommunicationError, DeadlineExceeded, GroupClosed
-from process_groups import signals
+from process_groups import signals, streaming, writer
 from process_groups.reduction import PIECE, Reducer
 from tests.processes import SECONDS
 from tests.ranks import Ranks, Tell, torch_variables
@@ -277,3 +278,42 @@ async def far_apart_values(tell: Tell) -> None:
 def test_no_mean_overflows_and_no_nan_is_lost():
     with Ranks(far_apart_values, torch_variables(2)) as ranks:
         assert hear_all(ranks) == [([60_000.0], True)] * 2
+
+
+# Round the cache, between processes.
+
+
+async def write_round_the_cache(tell: Tell) -> None:
+    streamed = []
+
+    def stream(target: torch.Tensor, source: torch.Tensor) -> None:
+        streaming.stream(target, source)
+        streamed.append(source.nbytes)
+
+    writer.stream = stream
+    writer._FAR = writer._STILL_FAR = 0.0  # every reader is far
+    writer._TRY_EVERY = 1e-4
+    draw, wrong = random.Random(3), 0
+    async with flat_mesh() as mesh:
+        group, size = mesh.world, mesh.world.size
+        for number in range(60):
+            numel = draw.randrange(1, 400_000)
+            values = [torch.arange(numel, dtype=torch.float32).add_(1000 * rank + number) for rank in range(size)]
+            mine = values[mesh.rank].clone()
+            await group.all_reduce(mine)
+            wrong += not torch.equal(mine, sum(values[1:], values[0]))
+            gathered = torch.empty(size * numel)
+            await group.all_gather(values[mesh.rank], out=gathered)
+            wrong += not torch.equal(gathered, torch.cat(values))
+            came = torch.empty(numel)
+            received = group.recv(came, (mesh.rank - 1) % size)
+            await group.send(values[mesh.rank], (mesh.rank + 1) % size)
+            await received
+            wrong += not torch.equal(came, values[mesh.rank - 1])
+    tell((wrong, sum(streamed) > 20 << 20))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_goes_round_the_cache_is_there_when_peers_are_told(size):
+    with Ranks(write_round_the_cache, torch_variables(size)) as ranks:
+        assert hear_all(ranks) == [(0, streaming.CAN_STREAM)] * size

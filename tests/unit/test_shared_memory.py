@@ -409,6 +409,40 @@ def test_what_is_registered_and_not_small_is_read_where_it_lies(ranks_of, num_by
     assert target.eq(2 if is_shown else 1).all()
 
 
+@pytest.mark.parametrize("begin", [0, 5])
+@pytest.mark.parametrize("kind", ["send", "all_gather"])
+def test_tensors_without_memory(ranks_of, monkeypatch, kind, begin):
+    monkeypatch.setattr(writer, "WORTH_STREAMING", WORTH_STREAMING)
+    monkeypatch.setattr(writer, "_TRY_EVERY", 0.0)
+    one, other = ranks_of(2)
+    for numel in (5000, 3 * PACKET // 4):
+        source = torch._efficientzerotensor(begin + numel)[begin:]
+        if kind == "send":
+            target = torch.ones(numel)
+            calls = [(one, Call("send", source=source, peer=1)), (other, Call("recv", target=target, peer=0))]
+        else:
+            target = torch.ones(2 * numel)
+            calls = [(rank, Call(kind, target=target, source=source)) for rank in (one, other)]
+        in_any_order([Stepped(rank.steps(call)) for rank, call in calls], random.Random(1))
+        assert not target.any()
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "goes_around"), [(64, False), (WORTH_STREAMING - 4, False), (WORTH_STREAMING, True), (COPIED, True)]
+)
+def test_which_messages_always_go_round_the_cache(ranks_of, streamed, num_bytes, goes_around):
+    one, other = ranks_of(2)
+    values, target = values_of(0, num_bytes // 4), torch.zeros(num_bytes // 4)
+    finish(one.steps(Call("send", source=values, peer=1)))
+    outbox = one.packets._boxes["send", 1][1]
+    streamed.clear()
+    assert outbox.begin(Call("send", source=values, peer=1)) is None
+    assert streamed == ([num_bytes] if goes_around else [])
+    for _ in range(2):
+        in_any_order([Stepped(other.steps(Call("recv", target=target, peer=0)))], random.Random(1))
+        assert torch.equal(target, values)
+
+
 def test_a_registered_tensor_is_copied_where_the_receiver_is_far(ranks_of, streamed):
     one, other = ranks_of(2)
     values = values_of(0, 3 * PACKET // 4)

@@ -67,9 +67,10 @@ def test_other_threads_run_during_a_long_copy():
     assert streaming._copy_few_lines._flags_ & pythonapi
 
 
-def test_a_tensor_without_memory_of_its_own_is_copied_by_torch():
+@pytest.mark.parametrize("begin", [0, 1000])
+def test_a_tensor_without_memory_is_copied_by_torch(begin):
     target = torch.ones(1000)
-    stream(target, torch._efficientzerotensor(1000))
+    stream(target, torch._efficientzerotensor(2000)[begin : begin + 1000])
     assert not target.any()
 
 

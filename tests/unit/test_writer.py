@@ -168,8 +168,9 @@ def test_of_a_short_write_half_is_tried(machine, num_bytes):
         torch.arange(NUM_BYTES).view(2, -1).t(),
         torch.randn(NUM_BYTES, dtype=torch.complex64).conj(),
         torch._neg_view(torch.arange(NUM_BYTES)),
+        torch._efficientzerotensor(NUM_BYTES)[1000:],
     ],
-    ids=["few", "not in a row", "conjugated", "negated"],
+    ids=["few", "not in a row", "conjugated", "negated", "without memory"],
 )
 def test_what_can_t_be_copied_as_bytes_or_is_not_worth_it_is_copied_by_torch(machine, values):
     made = Writer(machine.clock)
@@ -178,3 +179,10 @@ def test_what_can_t_be_copied_as_bytes_or_is_not_worth_it_is_copied_by_torch(mac
         machine.now += PAUSE
         assert machine.write(made, 3, values) == [("through", values.nbytes)] * 3
         assert made.is_far is is_far, "and says nothing"
+
+
+def test_nothing_is_tried_where_nothing_goes_round_the_cache(machine, monkeypatch):
+    monkeypatch.setattr(writer, "CAN_STREAM", False)
+    made = Writer(machine.clock)
+    machine.now += 10 * PAUSE
+    assert machine.write(made, 5) == [THROUGH] * 5
