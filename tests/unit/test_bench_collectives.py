@@ -299,10 +299,11 @@ class Counting:
         return lambda *_: self.asked.append(name)
 
 
-def test_calls_are_checked_warmed_up_and_synchronised_before_the_clock_starts():
+@pytest.mark.parametrize(("repeats", "warm_up"), [(1, 1), (2, 1), (3, 3), (8, 8)])
+def test_calls_are_checked_warmed_up_and_synchronised_before_the_clock_starts(repeats, warm_up):
     contestant = Counting()
-    seconds = time_calls(contestant, Command("all_reduce", 4, repeats=3, check=True))
-    assert contestant.asked == ["check", "call", "barrier", "call", "call", "call"]
+    seconds = time_calls(contestant, Command("all_reduce", 4, repeats=repeats, check=True))
+    assert contestant.asked == ["check", *["call"] * warm_up, "barrier", *["call"] * repeats]
     assert math.isfinite(seconds)
 
 
