@@ -26,12 +26,19 @@ Wait = tuple[Counter, int]
 
 Steps = Iterator[Wait]
 _SHORT = 1 << 20  # bytes: the event loop moves so many in about 0.2 ms; a thread moves more
+_MIDDLE = 16 << 20  # bytes, moved in a millisecond or two: up to here it matters what calling the thread costs
+_AT_ONCE = 0.0003  # seconds from a call to its await: with cold caches, Python takes half of that
+_HABIT = 4  # calls on end that were awaited at once: so the next one will be
 
 
 def is_short(call: Call) -> bool:
     """Whether this rank's part takes so little time that the event loop can do it."""
+    return _num_bytes(call) <= _SHORT
+
+
+def _num_bytes(call: Call) -> int:
     tensor = call.target if call.target is not None else call.source
-    return tensor is None or tensor.nbytes <= _SHORT
+    return 0 if tensor is None else tensor.nbytes
 
 
 _NOTHING: Steps = iter(())
@@ -55,13 +62,19 @@ class Lane:
         self.ending = threading.Lock()
         self._thread = DaemonThreads(name, limit=1)
         self._thread_is_called = self._kick_is_due = self._is_stopped = False
+        self._num_awaited_at_once = 0
 
     def add(self, call: Call, steps: Steps, is_short: bool) -> Task:
-        """Queue a call. A short one that is next goes ahead at once, as far as it can without waiting."""
+        """Queue a call. A short one that is next goes ahead at once, as far as it can without waiting. Others are for
+        the thread, unless it would come too late anyway: callers use to await them right away."""
         task = Task(self, call, steps)
         if not is_short:
+            task.added = time.monotonic()
             self._tasks.append(task)
-            self.call_thread()
+            if self._num_awaited_at_once >= _HABIT and _num_bytes(call) <= _MIDDLE:
+                self._kick_soon()
+            else:
+                self.call_thread()
             return task
         if not self._tasks and self._driving.acquire(blocking=False):
             try:
@@ -83,6 +96,10 @@ class Lane:
         self._tasks.append(task)
         self._kick_soon()
         return task
+
+    def note_await(self, seconds: float) -> None:
+        """A call that is not short is awaited, so long after it was made."""
+        self._num_awaited_at_once = self._num_awaited_at_once + 1 if seconds < _AT_ONCE else 0
 
     def _kick_soon(self) -> None:
         """If nobody awaits the call before the loop turns to other things, the thread shall have it."""
@@ -178,12 +195,16 @@ ENDED = Ended()
 class Task:
     """One call on its lane, and its Completion."""
 
-    __slots__ = ("_callbacks", "_error", "_is_inference", "_lane", "_steps", "_waits_for", "call", "ended", "ended_at")
+    __slots__ = (
+        "_callbacks", "_error", "_is_inference", "_lane", "_steps", "_waits_for", "added", "call", "ended", "ended_at",
+    )  # fmt: skip
 
     def __init__(self, lane: Lane, call: Call, steps: Steps) -> None:
         self._lane, self.call, self._steps = lane, call, steps
         self._is_inference = call.target is not None and call.target.is_inference()
         self._waits_for: Wait | None = None
+        self.added: float | None = None
+        """When, until it is awaited; of a call that is not short."""
         self.ended = False
         self.ended_at: float | None = None
         self._error: CommunicationError | None = None
@@ -226,8 +247,12 @@ class Task:
         return self.ended
 
     def ended_well(self, seconds: float) -> bool:
+        now = time.monotonic() if seconds else 0.0
+        if seconds and self.added is not None:
+            self._lane.note_await(now - self.added)
+            self.added = None
         if not self.ended:
-            self._lane.go_on(time.monotonic() + seconds if seconds else 0.0)
+            self._lane.go_on(now + seconds)
         return self.ended and self._error is None
 
     def exception(self) -> CommunicationError | None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from process_groups import lane
 from process_groups.arena import Arena
 from process_groups.lane import Lane, Steps, is_short
 from process_groups.signals import Abandoned, Counter, Patience, Sleepers
@@ -51,8 +52,9 @@ class Lanes:
         self.log.append(text)
         self.threads.add(threading.current_thread().name)
 
-    def add(self, name: str, *targets: int, is_short: bool = True):
-        return self.lane.add(Call(name), self.steps(name, *targets), is_short)
+    def add(self, name: str, *targets: int, is_short: bool = True, num_bytes: int = 0):
+        values = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+        return self.lane.add(Call(name, target=values), self.steps(name, *targets), is_short)
 
 
 @pytest.fixture
@@ -143,6 +145,51 @@ async def test_what_is_awaited_at_once_needs_no_thread(lanes):
         assert task.ended_well(0.001)
         await asyncio.sleep(0)
     assert lanes.thread not in {thread.name for thread in threading.enumerate()}
+
+
+async def calls_thread(lanes: Lanes, monkeypatch, num_bytes: int = lane._MIDDLE, at_once: bool = True) -> bool:
+    """Whether a long call is handed to the thread before it is awaited."""
+    called: list[None] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(lanes.lane, "call_thread", lambda: called.append(None))
+        task = lanes.add("a", is_short=False, num_bytes=num_bytes)
+    if called:
+        lanes.lane.call_thread()
+    monkeypatch.setattr(lane, "_AT_ONCE", math.inf if at_once else 0.0)
+    if not task.ended_well(SECONDS):
+        await ended(task)
+    return bool(called)
+
+
+async def test_long_calls_that_are_always_awaited_at_once_need_no_thread(lanes, monkeypatch):
+    is_called = [await calls_thread(lanes, monkeypatch) for _ in range(lane._HABIT + 5)]
+    assert is_called == [True] * lane._HABIT + [False] * 5
+    lanes.threads.clear()
+    await calls_thread(lanes, monkeypatch)
+    assert lanes.threads == {threading.current_thread().name}
+    await until(lanes.add("a", is_short=False).has_ended)
+    assert lanes.threads == {threading.current_thread().name, lanes.thread}, "nobody awaited it"
+
+
+async def test_one_long_call_that_is_awaited_late_means_that_the_next_may_be_too(lanes, monkeypatch):
+    at_once = [True] * lane._HABIT + [False] + [True] * (lane._HABIT + 1)
+    is_called = [await calls_thread(lanes, monkeypatch, at_once=each) for each in at_once]
+    assert is_called == [True] * lane._HABIT + [False] + [True] * lane._HABIT + [False]
+
+
+async def test_the_thread_is_called_for_the_longest_calls_however_they_are_awaited(lanes, monkeypatch):
+    sizes = [lane._MIDDLE + 1] * (lane._HABIT + 1) + [lane._MIDDLE]
+    is_called = [await calls_thread(lanes, monkeypatch, num_bytes) for num_bytes in sizes]
+    assert is_called == [True] * (lane._HABIT + 1) + [False]
+
+
+async def test_looking_whether_a_call_has_ended_is_no_await(lanes, monkeypatch):
+    monkeypatch.setattr(lane, "_AT_ONCE", math.inf)
+    for _ in range(lane._HABIT):
+        task = lanes.add("a", is_short=False)
+        task.ended_well(0.0)
+        await until(task.has_ended)
+    assert await calls_thread(lanes, monkeypatch)
 
 
 async def test_while_the_thread_is_at_it_the_loop_is_not(lanes):
