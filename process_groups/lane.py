@@ -29,6 +29,7 @@ _SHORT = 1 << 20  # bytes: the event loop moves so many in about 0.2 ms; a threa
 _MIDDLE = 16 << 20  # bytes, moved in a millisecond or two: up to here it matters what calling the thread costs
 _AT_ONCE = 0.0003  # seconds from a call to its await: with cold caches, Python takes half of that
 _HABIT = 4  # calls on end that were awaited at once: so the next one will be
+_LOOK = 0.01  # seconds: calls that are further apart make no habit; as often the thread looks whether it is one still
 
 
 def is_short(call: Call) -> bool:
@@ -62,16 +63,21 @@ class Lane:
         self.ending = threading.Lock()
         self._thread = DaemonThreads(name, limit=1)
         self._thread_is_called = self._kick_is_due = self._is_stopped = False
+        self._thread_is_wanted = threading.Event()
+        self._is_looked_after = False
         self._num_awaited_at_once = 0
+        self._latest_added = -math.inf
+        """When the call was made that was awaited last."""
 
     def add(self, call: Call, steps: Steps, is_short: bool) -> Task:
         """Queue a call. A short one that is next goes ahead at once, as far as it can without waiting. Others are for
-        the thread, unless it would come too late anyway: callers use to await them right away."""
+        the thread, unless it would come too late anyway because callers use to await them right away."""
         task = Task(self, call, steps)
         if not is_short:
             task.added = time.monotonic()
             self._tasks.append(task)
-            if self._num_awaited_at_once >= _HABIT and _num_bytes(call) <= _MIDDLE:
+            # In this order: what is there when the thread stops looking, it carries out.
+            if self._is_looked_after and self._num_awaited_at_once >= _HABIT and _num_bytes(call) <= _MIDDLE:
                 self._kick_soon()
             else:
                 self.call_thread()
@@ -97,9 +103,27 @@ class Lane:
         self._kick_soon()
         return task
 
-    def note_await(self, seconds: float) -> None:
-        """A call that is not short is awaited, so long after it was made."""
-        self._num_awaited_at_once = self._num_awaited_at_once + 1 if seconds < _AT_ONCE else 0
+    def note_await(self, added: float, now: float) -> None:
+        """A call that is not short was made, and is awaited."""
+        is_at_once = now - added < _AT_ONCE and added - self._latest_added < _LOOK
+        self._num_awaited_at_once = self._num_awaited_at_once + 1 if is_at_once else 0
+        self._latest_added = added
+        if self._num_awaited_at_once >= _HABIT and not self._is_looked_after and not self._is_stopped:
+            self._is_looked_after = True
+            self._thread.submit(self._look)
+
+    def _look(self) -> None:
+        """In the thread, which nobody calls as long as calls are awaited at once: if one is not, and something else
+        keeps the loop busy, it is under way a moment later all the same."""
+        latest = -math.inf
+        self._thread_is_wanted.clear()
+        while not (self._thread_is_called or self._is_stopped or self._thread_is_wanted.wait(_LOOK)):
+            if self._latest_added == latest:
+                break  # no call was awaited since the last look
+            latest = self._latest_added
+        self._is_looked_after = False
+        with self._driving:
+            self._drive(math.inf)
 
     def _kick_soon(self) -> None:
         """If nobody awaits the call before the loop turns to other things, the thread shall have it."""
@@ -140,6 +164,7 @@ class Lane:
         if not self._thread_is_called and not self._is_stopped:
             self._thread_is_called = True
             self._thread.submit(self._drive_in_thread)
+            self._thread_is_wanted.set()
 
     def _drive_in_thread(self) -> None:
         self._thread_is_called = False  # before looking: what comes later calls again
@@ -151,6 +176,7 @@ class Lane:
         if self._tasks:
             self.call_thread()
         self._is_stopped = True
+        self._thread_is_wanted.set()
         self._thread.stop()
 
 
@@ -249,7 +275,7 @@ class Task:
     def ended_well(self, seconds: float) -> bool:
         now = time.monotonic() if seconds else 0.0
         if seconds and self.added is not None:
-            self._lane.note_await(now - self.added)
+            self._lane.note_await(self.added, now)
             self.added = None
         if not self.ended:
             self._lane.go_on(now + seconds)

@@ -158,12 +158,23 @@ async def calls_thread(lanes: Lanes, monkeypatch, num_bytes: int = lane._MIDDLE,
     monkeypatch.setattr(lane, "_AT_ONCE", math.inf if at_once else 0.0)
     if not task.ended_well(SECONDS):
         await ended(task)
+    await until(lambda: not lanes.lane._thread_is_called)
     return bool(called)
 
 
+FIRST = lane._HABIT + 1  # calls that are handed to the thread: there is no call before the first
+
+
+@pytest.fixture
+def without_pauses(monkeypatch) -> None:
+    """However slow the machine is, calls are not far apart."""
+    monkeypatch.setattr(lane, "_LOOK", SECONDS)
+
+
+@pytest.mark.usefixtures("without_pauses")
 async def test_long_calls_that_are_always_awaited_at_once_need_no_thread(lanes, monkeypatch):
-    is_called = [await calls_thread(lanes, monkeypatch) for _ in range(lane._HABIT + 5)]
-    assert is_called == [True] * lane._HABIT + [False] * 5
+    is_called = [await calls_thread(lanes, monkeypatch) for _ in range(FIRST + 5)]
+    assert is_called == [True] * FIRST + [False] * 5
     lanes.threads.clear()
     await calls_thread(lanes, monkeypatch)
     assert lanes.threads == {threading.current_thread().name}
@@ -171,25 +182,72 @@ async def test_long_calls_that_are_always_awaited_at_once_need_no_thread(lanes, 
     assert lanes.threads == {threading.current_thread().name, lanes.thread}, "nobody awaited it"
 
 
+@pytest.mark.usefixtures("without_pauses")
 async def test_one_long_call_that_is_awaited_late_means_that_the_next_may_be_too(lanes, monkeypatch):
-    at_once = [True] * lane._HABIT + [False] + [True] * (lane._HABIT + 1)
+    at_once = [True] * FIRST + [False] + [True] * (lane._HABIT + 1)
     is_called = [await calls_thread(lanes, monkeypatch, at_once=each) for each in at_once]
-    assert is_called == [True] * lane._HABIT + [False] + [True] * lane._HABIT + [False]
+    assert is_called == [True] * FIRST + [False] + [True] * lane._HABIT + [False]
 
 
+@pytest.mark.usefixtures("without_pauses")
 async def test_the_thread_is_called_for_the_longest_calls_however_they_are_awaited(lanes, monkeypatch):
-    sizes = [lane._MIDDLE + 1] * (lane._HABIT + 1) + [lane._MIDDLE]
-    is_called = [await calls_thread(lanes, monkeypatch, num_bytes) for num_bytes in sizes]
-    assert is_called == [True] * (lane._HABIT + 1) + [False]
+    for _ in range(FIRST):
+        await calls_thread(lanes, monkeypatch)
+    is_called = [await calls_thread(lanes, monkeypatch, lane._MIDDLE + more) for more in (0, 1)]
+    assert is_called == [False, True]
 
 
+async def test_calls_that_are_far_apart_make_no_habit(lanes, monkeypatch):
+    monkeypatch.setattr(lane, "_LOOK", 0.0)
+    assert all([await calls_thread(lanes, monkeypatch) for _ in range(3 * FIRST)])
+
+
+@pytest.mark.usefixtures("without_pauses")
 async def test_looking_whether_a_call_has_ended_is_no_await(lanes, monkeypatch):
     monkeypatch.setattr(lane, "_AT_ONCE", math.inf)
-    for _ in range(lane._HABIT):
+    for _ in range(FIRST):
         task = lanes.add("a", is_short=False)
         task.ended_well(0.0)
         await until(task.has_ended)
     assert await calls_thread(lanes, monkeypatch)
+
+
+async def have_the_habit(lanes: Lanes, monkeypatch) -> None:
+    """And a thread that looks every 10 ms from now on."""
+    with monkeypatch.context() as patch:
+        patch.setattr(lane, "_LOOK", SECONDS)
+        for _ in range(FIRST):
+            await calls_thread(lanes, monkeypatch)
+        await until(lambda: lanes.lane._is_looked_after)
+    lanes.lane._thread_is_wanted.set()  # the pause under way is a long one
+    await until(lambda: not lanes.lane._is_looked_after)
+    monkeypatch.setattr(lane, "_AT_ONCE", math.inf)
+    lanes.lane.note_await(lanes.lane._latest_added, time.monotonic())
+
+
+async def test_a_call_that_is_not_awaited_is_under_way_soon_though_the_loop_is_held_up(lanes, monkeypatch):
+    await have_the_habit(lanes, monkeypatch)
+    task = lanes.add("a", is_short=False)
+    lanes.threads.clear()
+    end = time.monotonic() + SECONDS
+    while not task.has_ended():
+        assert time.monotonic() < end
+        time.sleep(0.001)  # noqa: ASYNC251
+    assert lanes.threads <= {lanes.thread}
+
+
+async def test_the_thread_stops_looking_when_no_calls_come(lanes, monkeypatch):
+    await have_the_habit(lanes, monkeypatch)
+    await until(lambda: not lanes.lane._is_looked_after)
+    assert await calls_thread(lanes, monkeypatch)
+
+
+@pytest.mark.usefixtures("without_pauses")
+async def test_a_lane_that_is_stopped_while_its_thread_looks_leaves_none(lanes, monkeypatch):
+    for _ in range(FIRST):
+        await calls_thread(lanes, monkeypatch)
+    lanes.lane.stop()
+    await until(lambda: lanes.thread not in {thread.name for thread in threading.enumerate()})
 
 
 async def test_while_the_thread_is_at_it_the_loop_is_not(lanes):
