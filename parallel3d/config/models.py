@@ -267,11 +267,11 @@ class Comm(Section):
     """`auto`: `nccl` where there is a CUDA device; else shared memory between ranks of one host, and `gloo` between
     hosts. `gloo` or `nccl`: that, for everything."""
     strategy: CommStrategy = "default"
-    """How all-reduces are carried out that don't say it themselves. `default`: the transport's own way, direct slice
-    reduction in shared memory, else torch's. In shared memory it adds up in rank order on every mesh; torch and the
-    other strategies have orders of their own. `ring`: reduce-scatter and all-gather around a ring. `tree`: a double
-    binary tree. `hierarchical`: inside each host, across hosts, inside each host. `adaptive`: for each size what is
-    fastest, measured when groups form."""
+    """How all-reduces are carried out that don't say it themselves; partial sums inside tensor-parallel layers have a
+    way of their own. `default`: the transport's own way, direct slice reduction in shared memory, else torch's. In
+    shared memory it adds up in rank order on every mesh; torch and the other strategies have orders of their own.
+    `ring`: reduce-scatter and all-gather around a ring. `tree`: a double binary tree. `hierarchical`: inside each host,
+    across hosts, inside each host. `adaptive`: for each size what is fastest, measured when groups form."""
     strategy_table: AdaptiveTable | None = None
     """What `adaptive` uses, instead of measuring: a map from sizes to strategies, such as
     `{"64 KiB": tree, "1 GiB": ring}`; a size without a unit is bytes, in quotes: `"65536"`. Up to a size its strategy
