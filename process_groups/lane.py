@@ -74,10 +74,13 @@ class Lane:
         the thread, unless it would come too late anyway because callers use to await them right away."""
         task = Task(self, call, steps)
         if not is_short:
-            task.added = time.monotonic()
-            self._tasks.append(task)
-            # In this order: what is there when the thread stops looking, it carries out.
-            if self._is_looked_after and self._num_awaited_at_once >= _HABIT and _num_bytes(call) <= _MIDDLE:
+            task.added = time.monotonic() if _num_bytes(call) <= _MIDDLE else None
+            is_next = not self._tasks
+            self._tasks.append(
+                task
+            )  # before the look at the thread: what is there when it stops looking, it carries out
+            has_habit = self._is_looked_after and self._num_awaited_at_once >= _HABIT
+            if has_habit and is_next and task.added is not None:
                 self._kick_soon()
             else:
                 self.call_thread()
@@ -104,7 +107,7 @@ class Lane:
         return task
 
     def note_await(self, added: float, now: float) -> None:
-        """A call that is not short was made, and is awaited."""
+        """A call of middle length was made, and is awaited."""
         is_at_once = now - added < _AT_ONCE and added - self._latest_added < _LOOK
         self._num_awaited_at_once = self._num_awaited_at_once + 1 if is_at_once else 0
         self._latest_added = added
@@ -128,8 +131,8 @@ class Lane:
     def _kick_soon(self) -> None:
         """If nobody awaits the call before the loop turns to other things, the thread shall have it."""
         if not self._kick_is_due:
-            self._kick_is_due = True
             asyncio.get_running_loop().call_soon(self._kick)
+            self._kick_is_due = True
 
     @property
     def is_idle(self) -> bool:
@@ -230,7 +233,7 @@ class Task:
         self._is_inference = call.target is not None and call.target.is_inference()
         self._waits_for: Wait | None = None
         self.added: float | None = None
-        """When, until it is awaited; of a call that is not short."""
+        """When, until it is awaited; of a call of middle length."""
         self.ended = False
         self.ended_at: float | None = None
         self._error: CommunicationError | None = None

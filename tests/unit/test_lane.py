@@ -168,7 +168,7 @@ FIRST = lane._HABIT + 1  # calls that are handed to the thread: there is no call
 @pytest.fixture
 def without_pauses(monkeypatch) -> None:
     """However slow the machine is, calls are not far apart."""
-    monkeypatch.setattr(lane, "_LOOK", SECONDS)
+    monkeypatch.setattr(lane, "_LOOK", 10 * SECONDS)  # longer than anybody waits for something to be so
 
 
 @pytest.mark.usefixtures("without_pauses")
@@ -197,6 +197,80 @@ async def test_the_thread_is_called_for_the_longest_calls_however_they_are_await
     assert is_called == [False, True]
 
 
+@pytest.mark.usefixtures("without_pauses")
+async def test_what_comes_behind_a_call_that_nobody_has_awaited_is_for_the_thread(lanes, monkeypatch):
+    for _ in range(FIRST):
+        await calls_thread(lanes, monkeypatch)
+    called: list[None] = []
+    monkeypatch.setattr(lanes.lane, "call_thread", lambda: called.append(None))
+    first = lanes.add("a", is_short=False)
+    assert not called
+    lanes.add("b", is_short=False)
+    assert called
+    assert first.ended_well(SECONDS)
+
+
+@pytest.mark.usefixtures("without_pauses")
+async def test_the_thread_looks_once(lanes, monkeypatch):
+    submitted, submit = [], lanes.lane._thread.submit
+    monkeypatch.setattr(lanes.lane._thread, "submit", lambda work: submitted.append(work) or submit(work))
+    for _ in range(FIRST + 5):
+        await calls_thread(lanes, monkeypatch)
+    assert submitted.count(lanes.lane._look) == 1
+    lanes.lane._is_looked_after = False
+    lanes.lane.stop()
+    await calls_thread(lanes, monkeypatch)
+    assert submitted.count(lanes.lane._look) == 1, "a lane that is stopped has no thread"
+
+
+@pytest.mark.usefixtures("without_pauses")
+async def test_a_call_that_is_awaited_often_counts_once(lanes, monkeypatch):
+    monkeypatch.setattr(lane, "_AT_ONCE", math.inf)
+    await calls_thread(lanes, monkeypatch)
+    task = lanes.add("a", is_short=False)
+    await ended(task)
+    for _ in range(2 * FIRST):
+        assert task.ended_well(SECONDS)
+    assert await calls_thread(lanes, monkeypatch)
+
+
+@pytest.mark.usefixtures("without_pauses")
+@pytest.mark.parametrize("flag", ["_thread_is_called", "_is_stopped"])
+def test_the_thread_does_not_look_when_it_is_called_or_stopped(lanes, flag):
+    lanes.lane._thread_is_wanted.set()  # as whoever sets the flag does; that may be before the look begins
+    setattr(lanes.lane, flag, True)
+    lanes.lane._look()
+
+
+def test_what_is_left_is_carried_out_after_the_thread_has_stopped_looking(lanes, monkeypatch):
+    """So that whoever adds a call meanwhile finds that nobody looks after it, or it is carried out too."""
+    monkeypatch.setattr(lane, "_LOOK", 0.0)
+    lanes.lane._is_looked_after = True
+    found = []
+
+    def steps() -> Steps:
+        found.append(lanes.lane._is_looked_after)
+        yield from ()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lanes.lane, "call_thread", lambda: None)
+        lanes.lane.add(Call("a"), steps(), is_short=False)
+    lanes.lane._look()
+    assert found == [False]
+
+
+def test_a_call_that_is_made_off_the_loop_does_not_spoil_those_on_it(lanes):
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        lanes.add("a", 1)
+
+    async def add_one() -> None:
+        task = lanes.add("b", 1)
+        lanes.counter.store(1)
+        await until(task.has_ended)
+
+    asyncio.run(add_one())
+
+
 async def test_calls_that_are_far_apart_make_no_habit(lanes, monkeypatch):
     monkeypatch.setattr(lane, "_LOOK", 0.0)
     assert all([await calls_thread(lanes, monkeypatch) for _ in range(3 * FIRST)])
@@ -215,7 +289,7 @@ async def test_looking_whether_a_call_has_ended_is_no_await(lanes, monkeypatch):
 async def have_the_habit(lanes: Lanes, monkeypatch) -> None:
     """And a thread that looks every 10 ms from now on."""
     with monkeypatch.context() as patch:
-        patch.setattr(lane, "_LOOK", SECONDS)
+        patch.setattr(lane, "_LOOK", 10 * SECONDS)
         for _ in range(FIRST):
             await calls_thread(lanes, monkeypatch)
         await until(lambda: lanes.lane._is_looked_after)
