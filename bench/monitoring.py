@@ -29,13 +29,13 @@ from urllib.parse import urlsplit
 from common import median, options, show, wanted
 from watching.rank import SETTLING_SECONDS, TURN_SECONDS, TURNS
 
-from monitoring.events import What
-from monitoring.recorder import Recorder
+from monitoring.events.events import What
+from monitoring.events.recorder import Recorder
 from parallel3d.config import RunConfig, load_config
-from parallel3d.training_run import Run
+from parallel3d.runs.supervised import Run
 from runtime.control import Message
+from runtime.launch.script import Target
 from runtime.loop import run
-from runtime.script import Target
 
 BATCH = 16
 SCRIPT = Path(__file__).resolve()

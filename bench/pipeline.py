@@ -29,11 +29,11 @@ from torch import nn
 from torch.distributed import pipelining
 
 import parallel3d
-from parallel3d.executor import Executor
-from parallel3d.measured import compare
-from parallel3d.partition import partition
-from parallel3d.schedules.build import SCHEDULES, build
-from parallel3d.stage import Stage
+from parallel3d.models.partition import partition
+from parallel3d.pipeline.executor import Executor
+from parallel3d.pipeline.schedules.build import SCHEDULES, build
+from parallel3d.pipeline.simulation.measured import compare
+from parallel3d.pipeline.stage import Stage
 
 MS = 1e-3
 TORCH = {"1f1b": pipelining.Schedule1F1B, "gpipe": pipelining.ScheduleGPipe}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from parallel3d.weight_gradients import is_split, later
+from parallel3d.gradients.deferred import is_split, later
 
 WIDTH, HEADS, VOCABULARY, LAYERS = 256, 4, 1024, 4
 

@@ -34,7 +34,7 @@ from training_model import SmallGPT
 
 import parallel3d
 from parallel3d.config import load_config
-from parallel3d.coordinator import Coordinator
+from parallel3d.training.coordinator import Coordinator
 
 BATCH, MICROBATCHES = 16, 8
 Step = Callable[[], Awaitable[Any]]

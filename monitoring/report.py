@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from monitoring.time_parts import NO_TIME, PARTS, TimeParts, mean_of
+from monitoring.events.time_parts import NO_TIME, PARTS, TimeParts, mean_of
 
 AXES = ("dp", "tp", "pp")
 EFFICIENCY_MEANINGS = {

@@ -14,13 +14,13 @@ refuse_shadows()
 
 if TYPE_CHECKING:
     from parallel3d.config import RunConfig as RunConfig
-    from parallel3d.coordinator import Coordinator as Coordinator
-    from parallel3d.gradient_worker import GradientWorker as GradientWorker
+    from parallel3d.gradient_worker.worker import GradientWorker as GradientWorker
     from parallel3d.rank_mesh import Mesh as Mesh
     from parallel3d.rank_mesh import in_process as in_process
     from parallel3d.rank_mesh import mesh as mesh
-    from parallel3d.training_run import Run as Run
-    from parallel3d.training_run import start as start
+    from parallel3d.runs.supervised import Run as Run
+    from parallel3d.runs.supervised import start as start
+    from parallel3d.training.coordinator import Coordinator as Coordinator
     from process_groups.group import Group as Group
     from runtime.errors import CommunicationError as CommunicationError
     from runtime.errors import ConfigError as ConfigError
@@ -34,25 +34,25 @@ if TYPE_CHECKING:
     from runtime.errors import Parallel3DError as Parallel3DError
     from runtime.errors import PeerLost as PeerLost
     from runtime.errors import RunFailed as RunFailed
+    from runtime.gradient_server.client.turn import ServerRefused as ServerRefused
+    from runtime.gradient_server.client.turn import ShareChanged as ShareChanged
     from runtime.logs import logger as logger
     from runtime.loop import run as run
-    from runtime.worker_turn import ServerRefused as ServerRefused
-    from runtime.worker_turn import ShareChanged as ShareChanged
 
 __version__ = "0.1.0"
 
 _HOME = {
     "RunConfig": "parallel3d.config",
-    "Coordinator": "parallel3d.coordinator",
-    "GradientWorker": "parallel3d.gradient_worker",
+    "Coordinator": "parallel3d.training.coordinator",
+    "GradientWorker": "parallel3d.gradient_worker.worker",
     "Mesh": "parallel3d.rank_mesh",
     "mesh": "parallel3d.rank_mesh",
     "in_process": "parallel3d.rank_mesh",
-    "Run": "parallel3d.training_run",
-    "start": "parallel3d.training_run",
+    "Run": "parallel3d.runs.supervised",
+    "start": "parallel3d.runs.supervised",
     "Group": "process_groups.group",
-    "ServerRefused": "runtime.worker_turn",
-    "ShareChanged": "runtime.worker_turn",
+    "ServerRefused": "runtime.gradient_server.client.turn",
+    "ShareChanged": "runtime.gradient_server.client.turn",
     "logger": "runtime.logs",
     "run": "runtime.loop",
     **dict.fromkeys(

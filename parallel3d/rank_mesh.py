@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
-from monitoring.collectives import CollectiveRecorder
-from monitoring.loop_lag import LagHistogram, LagMeter
+from monitoring.events.collectives import CollectiveRecorder
+from monitoring.events.loop_lag import LagHistogram, LagMeter
 from parallel3d.seeding import OwnDraws
 from process_groups.formation import Formation, MeshPlan
 from process_groups.group import Group

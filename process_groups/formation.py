@@ -7,11 +7,11 @@ import time
 from dataclasses import dataclass
 
 from process_groups.arena import Arena
-from process_groups.backends import BACKENDS
-from process_groups.board import Pulse, Segment
 from process_groups.group import STRATEGIES, Group
+from process_groups.shared_memory.board import Pulse, Segment
 from process_groups.strategies.adaptive import CANDIDATES, Pinned
 from process_groups.topology import AXES, Topology, auto_order
+from process_groups.torch_backend.backends import BACKENDS
 from runtime.errors import CommunicationError, Coords, InvalidCall, LaunchError
 from runtime.threads import DaemonThreads
 

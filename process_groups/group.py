@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.autograd.graph import increment_version
 
-from monitoring.collectives import CollectiveRecorder
-from process_groups.lane import ENDED
-from process_groups.pipes import CallPipe, Pipe
-from process_groups.repeated import Repeated
-from process_groups.shared_collectives import FLAT
-from process_groups.shared_memory import SharedMemoryTransport
-from process_groups.tensor_exchange import CallTensorExchange, TensorExchange
+from monitoring.events.collectives import CollectiveRecorder
+from process_groups.call_queue import ENDED
+from process_groups.shared_memory.collectives import FLAT
+from process_groups.shared_memory.engine_collectives import CallTensorExchange, TensorExchange
+from process_groups.shared_memory.pipes import CallPipe, Pipe
+from process_groups.shared_memory.repeated import Repeated
+from process_groups.shared_memory.transport import SharedMemoryTransport
 from process_groups.transport import POINT_TO_POINT, REDUCE_OPS, Call, Explanation, Transport, describe_terms
 from process_groups.work import CopyBack, Work
 from runtime.errors import CommunicationError, Coords, DeadlineExceeded, GroupClosed, InvalidCall, name_rank

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from process_groups.board import Page, Pulse, Ring
-from process_groups.lane import Steps
+from process_groups.call_queue import Steps
+from process_groups.shared_memory.board import Page, Pulse, Ring
 from process_groups.transport import POINT_TO_POINT, Call, Place, mismatch, not_made, peer_lost
 from runtime.errors import CommunicationError, Mismatch
 

@@ -6,17 +6,15 @@ Parallel3DError
 │   └── RunFailed          a rank of a run failed; names it, says how, and where the run's files are
 ├── InvalidCall            a call that is wrong on this rank alone; nothing was sent
 │   ├── PeerRefused        a call that is right here, and wrong on another rank
-│   ├── OtherSize          a file's table has another size than was asked for; lives in parallel3d.schedules
-│   └── ScheduleDeadlock   a table whose ranks would wait for each other; lives in parallel3d.simulation
+│   ├── OtherSize          a file's table has another size than was asked for; lives in parallel3d.pipeline.schedules
+│   └── ScheduleDeadlock   a table whose ranks would wait for each other; lives in parallel3d.pipeline.simulation
 ├── DataError              a sample could not be had, or does not fit the others or the model
 ├── BenchmarkError         a contestant of a benchmark failed, or computed something wrong
-├── WireError              a peer's bytes are refused, and why; lives in runtime.wire
-├── LinkLost               a gradient server's peer is gone, or nobody is there; lives in runtime.link
 ├── NonFiniteGradient      gradients have become NaN or infinite; carries the ranks that have them
-├── WireError              what a peer of the gradient server sent is refused; lives in runtime.refusals
-├── LinkLost               its connection is gone; lives in runtime.link
-├── ServerRefused          the gradient server refuses a worker, or has halted; lives in runtime.worker_turn
-├── ShareChanged           a share's average will not come; lives in runtime.worker_turn
+├── WireError              what a peer of the gradient server sent is refused; lives in gradient_server.wire.refusals
+├── LinkLost               its connection is gone; lives in gradient_server.wire.link
+├── ServerRefused          the gradient server refuses a worker, or has halted; lives in gradient_server.client.turn
+├── ShareChanged           a share's average will not come; lives in gradient_server.client.turn
 └── CommunicationError     something between ranks; carries rank, coords, step and action
     ├── Mismatch           ranks called different things
     ├── PeerLost           they died, or left

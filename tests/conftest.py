@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.hosts import Hosts, why_not
+from tests.support.hosts import Hosts, why_not
 
 _folders: list[str] = []
 

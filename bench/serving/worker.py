@@ -142,10 +142,10 @@ def take_steps_as_told(worker: Told) -> None:
 
 
 def run_version_two(address: tuple[str, int], number: int, num_bytes: int, steps: int) -> None:
-    from runtime.gradient_worker import GradientClient
+    from runtime.gradient_server.client.raw_parts import RawPart
+    from runtime.gradient_server.client.worker import GradientClient
+    from runtime.gradient_server.wire.messages import Dtype
     from runtime.loop import run
-    from runtime.raw_parts import RawPart
-    from runtime.wire import Dtype
 
     async def main() -> None:
         out, back = memoryview(bytearray(num_bytes)), memoryview(bytearray(num_bytes))

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from parallel3d.config import load_config
-from parallel3d.coordinator import Coordinator
-from parallel3d.last_steps import LastSteps
-from parallel3d.trainer import Steps, SupervisorOwner, facts_of, sending_events
+from parallel3d.runs.last_steps import LastSteps
+from parallel3d.runs.rank_loop import Steps, SupervisorOwner, facts_of, sending_events
+from parallel3d.training.coordinator import Coordinator
 from runtime.control import rank_control
 from runtime.loop import run
 

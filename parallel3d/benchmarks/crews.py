@@ -11,9 +11,9 @@ from typing import Any, Self
 
 from parallel3d.benchmarks.wire import Command
 from runtime.errors import BenchmarkError
-from runtime.launch import launch
-from runtime.launch_spec import LaunchSpec
-from runtime.script import Target
+from runtime.launch.launch import launch
+from runtime.launch.script import Target
+from runtime.launch.spec import LaunchSpec
 
 Run = Callable[[], Coroutine[Any, Any, str]]
 """Runs a crew's processes to their end; returns why they failed, or nothing. Cancelling it ends them."""

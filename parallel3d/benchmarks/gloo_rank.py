@@ -12,7 +12,7 @@ import torch.distributed as dist
 from parallel3d.benchmarks.known_values import check_sum, fill
 from parallel3d.benchmarks.plan import torch_dtype
 from parallel3d.benchmarks.wire import Command, end_quietly_on_interrupt, serve, stdout_to_stderr
-from runtime.fork_server import STORE_FD
+from runtime.launch.fork_server import STORE_FD
 
 
 def join_gloo() -> None:

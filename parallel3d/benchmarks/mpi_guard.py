@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 
-from runtime.processes import die_with_parent
+from runtime.launch.processes import die_with_parent
 
 LEAVE_SECONDS = 5.0
 

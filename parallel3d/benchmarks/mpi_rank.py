@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from parallel3d.benchmarks.known_values import check_sum, fill
 from parallel3d.benchmarks.wire import Command, end_quietly_on_interrupt, serve, stdout_to_stderr
-from runtime.processes import die_with_parent
+from runtime.launch.processes import die_with_parent
 
 
 class MpiRank:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallel3d.benchmarks.mpi_guard import LEAVE_SECONDS
-from runtime.fork_client import HOME
+from runtime.launch.fork_client import HOME
 
 DTYPES = ("float32", "float64", "int32", "int64", "int8", "uint8")  # what both numpy and MPI know
 _TERMINATE_SECONDS = 2 * LEAVE_SECONDS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 
-from parallel3d.quantities import BYTES, LARGEST_SIZE, in_base_unit
+from parallel3d.formatting import BYTES, LARGEST_SIZE, in_base_unit
 from runtime.errors import InvalidCall
 
 _UNITS = {"": 1, **{letter: BYTES[f"{letter}ib"] for letter in "kmg"}, **BYTES}

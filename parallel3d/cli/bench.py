@@ -167,7 +167,7 @@ def _private_folder() -> Iterator[Path]:
 @contextmanager
 def _no_process_left() -> Iterator[None]:
     """Whatever happens, also a second Ctrl-C: everything that was started here is ended here."""
-    from runtime import processes
+    from runtime.launch import processes
 
     strangers = set(processes.descendants(os.getpid()))  # left to us by a shell that has `exec`ed us
     processes.become_subreaper()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from parallel3d.drawing.words import count, number, percent
-from parallel3d.simulation.comparison import Entry, Outcome
+from parallel3d.pipeline.simulation.comparison import Entry, Outcome
+from parallel3d.reports.drawing.words import count, number, percent
 
 _HEAD = ("schedule", "virtual stages", "makespan", "x 1f1b", "bubble", "peak activations")
 

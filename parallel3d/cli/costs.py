@@ -11,8 +11,8 @@ import typer
 from runtime.errors import InvalidCall
 
 if TYPE_CHECKING:
-    from parallel3d.simulation.comparison import RankCosts
-    from parallel3d.simulation.costs import Costs
+    from parallel3d.pipeline.simulation.comparison import RankCosts
+    from parallel3d.pipeline.simulation.costs import Costs
 
 _METAVAR = "TIME[,TIME…]"
 
@@ -54,7 +54,7 @@ class CostOptions(NamedTuple):
 
     def of_stages(self, stages: int) -> Costs:
         """Costs of that many stages."""
-        from parallel3d.simulation.costs import Costs
+        from parallel3d.pipeline.simulation.costs import Costs
 
         forward = _numbers("--forward", self.forward, stages, "stage")
         backward = _numbers("--backward", self.backward, stages, "stage")
@@ -65,7 +65,7 @@ class CostOptions(NamedTuple):
 
     def of_a_rank(self) -> RankCosts:
         """Costs of a whole rank, however many stages it has."""
-        from parallel3d.simulation.comparison import RankCosts
+        from parallel3d.pipeline.simulation.comparison import RankCosts
 
         forward, backward, transfer = (
             _one(option, text)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from runtime.launch_spec import WarmServer, warm_up
+from runtime.launch.spec import WarmServer, warm_up
 
 _MODULES = ("torch", "torch.distributed", "numpy", "uvloop", "parallel3d.rank_mesh")
 

@@ -15,14 +15,14 @@ from parallel3d.cli.early import open_standard_fds
 from parallel3d.cli.validate import parse_settings
 from parallel3d.config import RunConfig, load_config, locate
 from runtime.errors import ConfigError
-from runtime.link import split_address
+from runtime.gradient_server.wire.link import split_address
 
 if TYPE_CHECKING:
     import ssl
 
-    from parallel3d.before_start import Locate
     from parallel3d.cli.joined_run import JoinedRun
-    from parallel3d.gradient_worker import GradientWorker
+    from parallel3d.gradient_worker.worker import GradientWorker
+    from parallel3d.planning.preflight import Locate
 
 MakeWorker = Callable[[], "GradientWorker"]
 
@@ -63,7 +63,7 @@ def join(
     find = partial(locate, file, overrides)
 
     def make_worker() -> GradientWorker:
-        from parallel3d.gradient_worker import GradientWorker
+        from parallel3d.gradient_worker.worker import GradientWorker
 
         return GradientWorker(address, token=token, tls=tls, node_id=node_id, give_up_seconds=give_up)
 
@@ -71,7 +71,7 @@ def join(
 
 
 def _token(path: Path | None) -> bytes | None:
-    from runtime.membership import read_token
+    from runtime.gradient_server.wire.auth import read_token
 
     return None if path is None else read_token(str(path))
 
@@ -92,9 +92,9 @@ def _train(config: RunConfig, make_worker: MakeWorker, find: Locate, as_json: bo
 
     import uvloop
 
-    from parallel3d.before_start import check_before_start, placing
     from parallel3d.cli.joined_run import JoinedRun
-    from parallel3d.joined_training import check_joinable
+    from parallel3d.gradient_worker.joined_training import check_joinable
+    from parallel3d.planning.preflight import check_before_start, placing
 
     with redirect_stdout(sys.stderr), placing(find):  # what a factory of the user's prints is not our data
         check_joinable(config)
@@ -106,7 +106,7 @@ def _train(config: RunConfig, make_worker: MakeWorker, find: Locate, as_json: bo
 
 
 def _say_the_end(joined: JoinedRun, as_json: bool) -> None:
-    from parallel3d.cli.json_lines import dump
+    from parallel3d.json_lines import dump
 
     print(joined.summary(), file=sys.stderr if as_json else sys.stdout)
     if as_json:

@@ -14,9 +14,9 @@ from typing import Any
 from monitoring.checks import or_null
 from parallel3d.cli.run_text import LiveLine
 from parallel3d.config import RunConfig
-from parallel3d.gradient_worker import GradientWorker
-from parallel3d.joined_training import JoinedTraining
-from parallel3d.run_record import ModelFacts, RunError, RunRecord, RunStep, Status
+from parallel3d.gradient_worker.joined_training import JoinedTraining
+from parallel3d.gradient_worker.worker import GradientWorker
+from parallel3d.runs.record import ModelFacts, RunError, RunRecord, RunStep, Status
 from runtime.errors import ConfigError, Parallel3DError, notes_of
 
 EXIT_FAILED = 4

@@ -16,8 +16,8 @@ import typer
 from parallel3d.cli.early import modules_for, open_standard_fds
 
 if TYPE_CHECKING:
-    from runtime.launch import OnMessage
-    from runtime.launch_spec import LaunchResult, LaunchSpec, Started, WarmServer
+    from runtime.launch.launch import OnMessage
+    from runtime.launch.spec import LaunchResult, LaunchSpec, Started, WarmServer
 
 EXIT_USAGE = 2
 _SHADOW_CHECK = "parallel3d.shadows:refuse_shadows"
@@ -46,9 +46,9 @@ def launch(
 ) -> None:
     """Run N ranks of a script: the first failure is shown first, Ctrl-C ends them in order, twice at once."""
     from runtime.errors import LaunchError
-    from runtime.launch_spec import LaunchSpec, prepare
-    from runtime.output import parse_ranks
-    from runtime.script import Target
+    from runtime.launch.output import parse_ranks
+    from runtime.launch.script import Target
+    from runtime.launch.spec import LaunchSpec, prepare
 
     open_standard_fds()
     spec = LaunchSpec(
@@ -71,8 +71,8 @@ def launch(
 
 
 def _run(spec: LaunchSpec, logs: tuple[int, ...], metrics_port: int | None, warm: WarmServer | None) -> int:
-    from runtime import processes
-    from runtime.launch_spec import start
+    from runtime.launch import processes
+    from runtime.launch.spec import start
 
     # A shell that has `exec`ed us leaves us its children; they are not ours to end.
     strangers = set(processes.descendants(os.getpid())) - ({warm.server.process.pid} if warm else set())
@@ -96,9 +96,9 @@ def _serve_metrics(port: int | None, num_ranks: int) -> Iterator[OnMessage | Non
         return
     import time
 
-    from monitoring.endpoint import Endpoint
-    from monitoring.facts import RunFacts
-    from monitoring.watch import open_station
+    from monitoring.analysis.facts import RunFacts
+    from monitoring.assemble import open_station
+    from monitoring.http.endpoint import Endpoint
     from parallel3d import __version__
 
     try:
@@ -122,7 +122,7 @@ def _finish(started: Started, on_message: OnMessage | None) -> LaunchResult:
 
     import uvloop
 
-    from runtime.launch import Launch, ignore_message
+    from runtime.launch.launch import Launch, ignore_message
 
     running = Launch(started, on_message or ignore_message)
 

@@ -6,7 +6,7 @@ import sys
 
 from parallel3d.cli.early import head_start
 from runtime.errors import ConfigError, Parallel3DError
-from runtime.launch_spec import WarmServer
+from runtime.launch.spec import WarmServer
 
 EXIT_ERROR, EXIT_BAD_CONFIG, EXIT_INTERRUPTED = 1, 3, 130
 VERBS = (

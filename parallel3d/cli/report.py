@@ -29,9 +29,9 @@ def report(
     if html is not None and as_json:
         raise typer.BadParameter("it is either a page or JSON.", param_hint="--html and --json")
 
-    from parallel3d.cli.report_text import report_text
-    from parallel3d.finished_run import read_run
-    from parallel3d.run_report import to_page
+    from parallel3d.reports.html import to_page
+    from parallel3d.reports.run_reader import read_run
+    from parallel3d.reports.text import report_text
 
     run = read_run(run_dir)
     if html == STDOUT:

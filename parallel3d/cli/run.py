@@ -21,11 +21,11 @@ from parallel3d.config.errors import ConfigProblems
 from runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from monitoring.endpoint import Endpoint
-    from parallel3d.before_start import Locate
-    from parallel3d.run_record import ModelFacts, RunStep
-    from parallel3d.training_run import Run
-    from runtime.launch_spec import WarmServer
+    from monitoring.http.endpoint import Endpoint
+    from parallel3d.planning.preflight import Locate
+    from parallel3d.runs.record import ModelFacts, RunStep
+    from parallel3d.runs.supervised import Run
+    from runtime.launch.spec import WarmServer
 
 
 def register(app: typer.Typer) -> None:
@@ -73,11 +73,11 @@ def _run(file: Path, overrides: Mapping[str, str], place: str, as_json: bool) ->
 
 
 def _supervise(config: RunConfig, locate: Locate, place: str, as_json: bool) -> int:
-    from parallel3d.before_start import check_before_start
-    from parallel3d.run_endpoint import open_endpoint
-    from parallel3d.run_folder import check_run_dir
-    from parallel3d.training_run import warm_up_for
-    from runtime import processes
+    from parallel3d.planning.preflight import check_before_start
+    from parallel3d.runs.endpoint import open_endpoint
+    from parallel3d.runs.folder import check_run_dir
+    from parallel3d.runs.supervised import warm_up_for
+    from runtime.launch import processes
 
     check_run_dir(config, place)
     endpoint = open_endpoint(config, locate)  # before anything is started: its port may be taken
@@ -106,7 +106,7 @@ def _train(
     import uvloop
 
     from parallel3d.cli.run_text import LiveLine
-    from parallel3d.training_run import Run
+    from parallel3d.runs.supervised import Run
 
     live = LiveLine(sys.stderr, os.environ, shutil.get_terminal_size().columns)
 
@@ -124,7 +124,7 @@ def _train(
 async def _watch(training: Run) -> None:
     import asyncio
 
-    from parallel3d.run_endpoint import page_to_show
+    from parallel3d.runs.endpoint import page_to_show
     from runtime.errors import RunFailed
 
     loop = asyncio.get_running_loop()

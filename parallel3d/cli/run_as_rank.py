@@ -11,15 +11,15 @@ from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 
-from monitoring.endpoint import Endpoint
-from parallel3d.before_start import check_before_start
+from monitoring.http.endpoint import Endpoint
 from parallel3d.cli.run_text import LiveLine, say_summary
 from parallel3d.cli.validate import EXIT_BAD_CONFIG
 from parallel3d.config import RunConfig, load_config, locate
-from parallel3d.run_endpoint import endpoints, open_endpoint, page_to_show
-from parallel3d.run_folder import RunFolder, check_run_dir, new_run_id
-from parallel3d.run_record import RunRecord, RunStep, Status
-from parallel3d.run_watch import RunWatch
+from parallel3d.planning.preflight import check_before_start
+from parallel3d.runs.endpoint import endpoints, open_endpoint, page_to_show
+from parallel3d.runs.folder import RunFolder, check_run_dir, new_run_id
+from parallel3d.runs.monitor import RunWatch
+from parallel3d.runs.record import RunRecord, RunStep, Status
 from runtime.environment import read_environment
 from runtime.errors import ConfigError
 from runtime.loop import run
@@ -46,8 +46,8 @@ def run_as_rank(file: Path, overrides: Mapping[str, str], place: str, as_json: b
             raise
         return EXIT_BAD_CONFIG  # the host's first rank says it for all
 
-    from parallel3d.coordinator import Coordinator
-    from parallel3d.unsupervised import RankOwner
+    from parallel3d.runs.torchrun_rank import RankOwner
+    from parallel3d.training.coordinator import Coordinator
 
     live = LiveLine(sys.stderr, os.environ, shutil.get_terminal_size().columns)
     watch = partial(RunWatch, folder=folder, endpoint=endpoint) if folder and config.monitoring.enabled else None

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from monitoring.time_parts import PARTS, TimeParts, mean_of
-from parallel3d.cli.json_lines import dump
+from monitoring.events.time_parts import PARTS, TimeParts, mean_of
 from parallel3d.cli.line import Line
-from parallel3d.drawing.words import show_bytes
-from parallel3d.run_record import RunRecord, RunStep
+from parallel3d.json_lines import dump
+from parallel3d.reports.drawing.words import show_bytes
+from parallel3d.runs.record import RunRecord, RunStep
 
 _SHOWN_SHARE = 0.0005  # what is not rounded to 0.0 %
 _MOST_BOTTLENECKS = 3

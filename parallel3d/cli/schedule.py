@@ -17,9 +17,9 @@ from runtime.errors import InvalidCall
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from parallel3d.drawing import Lane
-    from parallel3d.schedules.table import Table
-    from parallel3d.simulation.outcome import Simulation
+    from parallel3d.pipeline.schedules.table import Table
+    from parallel3d.pipeline.simulation.outcome import Simulation
+    from parallel3d.reports.drawing import Lane
 
 EXIT_ERROR, EXIT_USAGE = 1, 2
 WIDTH_OF_NO_TERMINAL = 100
@@ -71,7 +71,7 @@ def schedule(
 
     Times are in any unit.
     """
-    from parallel3d.simulation import simulate
+    from parallel3d.pipeline.simulation import simulate
 
     costs = CostOptions(forward, backward, weight_backward, transfer)
     files = {"--svg": svg, "--png": png, "--html": html}
@@ -125,8 +125,8 @@ def schedule(
 
 def table_of(schedule: str, pp: int | None, microbatches: int | None, virtual_stages: int | None) -> Table:
     """Build's, with errors that name options; refuses what is far too large to look at."""
-    from parallel3d.schedules.build import OtherSize, build
-    from parallel3d.schedules.limits import is_csv
+    from parallel3d.pipeline.schedules.build import OtherSize, build
+    from parallel3d.pipeline.schedules.limits import is_csv
 
     if not is_csv(schedule):
         pp, microbatches = _given(pp, microbatches)
@@ -155,7 +155,7 @@ def _given(pp: int | None, microbatches: int | None) -> tuple[int, int]:
 def _check_file(option: str, path: Path) -> None:
     """Refuses what could not be written in the end; leaves nothing there."""
     if option == "--png":
-        from parallel3d.drawing.png import can_draw_png
+        from parallel3d.reports.drawing.png import can_draw_png
 
         if not can_draw_png():
             raise InvalidCall(
@@ -171,9 +171,9 @@ def _check_file(option: str, path: Path) -> None:
 
 
 def _show_measured(path: Path, files: dict[str, Path | None], as_json: bool) -> None:
-    from parallel3d.cli.json_lines import dump
-    from parallel3d.drawing.lanes import lanes_of_measured
-    from parallel3d.measured import Measured, compare
+    from parallel3d.json_lines import dump
+    from parallel3d.pipeline.simulation.measured import Measured, compare
+    from parallel3d.reports.drawing.lanes import lanes_of_measured
 
     for option, file in files.items():
         if file is not None:
@@ -188,11 +188,11 @@ def _show_measured(path: Path, files: dict[str, Path | None], as_json: bool) -> 
 def _write_pictures(result: Simulation, files: dict[str, Path | None], measured: Sequence[Lane] | None = None) -> None:
     if not any(files.values()):
         return
-    from parallel3d.drawing import draw, lanes_of
-    from parallel3d.drawing.page import to_page
-    from parallel3d.drawing.png import write_png
-    from parallel3d.drawing.svg import to_svg
-    from parallel3d.drawing.words import facts, title
+    from parallel3d.reports.drawing import draw, lanes_of
+    from parallel3d.reports.drawing.page import to_page
+    from parallel3d.reports.drawing.png import write_png
+    from parallel3d.reports.drawing.svg import to_svg
+    from parallel3d.reports.drawing.words import facts, title
 
     picture = draw(lanes_of(result), measured, title=title(result.table), subtitle=facts(result))
     for option, path in files.items():
@@ -210,7 +210,7 @@ def _write_pictures(result: Simulation, files: dict[str, Path | None], measured:
 
 
 def _write_table(table: Table, path: Path) -> None:
-    from parallel3d.schedules.csv_table import write_csv
+    from parallel3d.pipeline.schedules.csv_table import write_csv
 
     try:
         write_csv(table, path)
@@ -220,7 +220,7 @@ def _write_table(table: Table, path: Path) -> None:
 
 
 def _show_json(shown: Table, result: Simulation) -> None:
-    from parallel3d.cli.json_lines import dump
+    from parallel3d.json_lines import dump
 
     document = {
         "schedule": shown.schedule,
@@ -234,9 +234,9 @@ def _show_json(shown: Table, result: Simulation) -> None:
 
 
 def _show_text(shown: Table, result: Simulation, listed: bool) -> None:
-    from parallel3d.drawing.grid import columns, grid, painter, wants_colour
-    from parallel3d.drawing.lanes import lanes_of
-    from parallel3d.drawing.words import summary, title
+    from parallel3d.reports.drawing.grid import columns, grid, painter, wants_colour
+    from parallel3d.reports.drawing.lanes import lanes_of
+    from parallel3d.reports.drawing.words import summary, title
 
     width = shutil.get_terminal_size((WIDTH_OF_NO_TERMINAL, 24)).columns
     paint = painter(os.environ) if wants_colour(sys.stdout, os.environ) else None
@@ -248,8 +248,8 @@ def _show_comparison(
     pp: int | None, microbatches: int | None, virtual_stages: int | None, costs: CostOptions, as_json: bool
 ) -> None:
     from parallel3d.cli.comparison import as_document, as_text
-    from parallel3d.cli.json_lines import dump
-    from parallel3d.simulation.comparison import compare
+    from parallel3d.json_lines import dump
+    from parallel3d.pipeline.simulation.comparison import compare
 
     ranks, count = _given(pp, microbatches)
     check_size(ranks, max(virtual_stages or 0, 2), count)

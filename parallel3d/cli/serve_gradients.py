@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from monitoring.service import Service
+    from monitoring.http.service import Service
     from parallel3d.cli.line import Line
-    from runtime.gradient_server import GradientServer, ServerSummary, StepRecord
-    from runtime.gradient_settings import GradientServerSettings
+    from runtime.gradient_server.server import GradientServer, ServerSummary, StepRecord
+    from runtime.gradient_server.settings import GradientServerSettings
 
 EXIT_FAILED = 4
 
@@ -86,8 +86,8 @@ def serve_gradients(
     interrupted.
     """
     open_standard_fds()
-    from runtime.gradient_settings import GradientServerSettings
-    from runtime.membership import read_token
+    from runtime.gradient_server.settings import GradientServerSettings
+    from runtime.gradient_server.wire.auth import read_token
 
     host, port = split_bind(bind)
     settings = GradientServerSettings(
@@ -115,7 +115,7 @@ def serve_gradients(
 def split_bind(bind: str) -> tuple[str, int]:
     """Host and port, which may be 0."""
     from runtime.errors import ConfigError, InvalidCall
-    from runtime.link import split_address
+    from runtime.gradient_server.wire.link import split_address
 
     is_any = bind.endswith(":0")
     try:
@@ -126,7 +126,7 @@ def split_bind(bind: str) -> tuple[str, int]:
 
 
 def _tls(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
-    from monitoring.endpoint import tls_context
+    from monitoring.http.endpoint import tls_context
     from runtime.errors import ConfigError
 
     if certificate is None and key is None:
@@ -169,7 +169,7 @@ async def _answer(
 ) -> tuple[ServerSummary, signal.Signals | None]:
     import asyncio
 
-    from runtime.gradient_server import GradientServer
+    from runtime.gradient_server.server import GradientServer
 
     got: list[signal.Signals] = []
     line = _line()
@@ -201,9 +201,9 @@ async def _answer(
 def _serve_metrics(server: GradientServer, port: int | None) -> Service | None:
     if port is None:
         return None
-    from monitoring.endpoint import Endpoint
-    from monitoring.gradient_server_metrics import GradientServerMetrics
-    from monitoring.service import Service
+    from monitoring.http.endpoint import Endpoint
+    from monitoring.http.service import Service
+    from monitoring.prometheus.gradient_server_metrics import GradientServerMetrics
     from runtime.errors import LaunchError
 
     try:
@@ -213,7 +213,7 @@ def _serve_metrics(server: GradientServer, port: int | None) -> Service | None:
     print(f"metrics: {endpoint.url('/metrics')}", file=sys.stderr, flush=True)
 
     def make_app() -> web.Application:
-        from monitoring.server import make_app
+        from monitoring.http.server import make_app
 
         return make_app(endpoint, GradientServerMetrics(server.figures))
 
@@ -247,6 +247,6 @@ def _fields(summary: ServerSummary) -> dict[str, object]:
 
 
 def _print_json(document: dict[str, object]) -> None:
-    from parallel3d.cli.json_lines import dump
+    from parallel3d.json_lines import dump
 
     print(dump(document))

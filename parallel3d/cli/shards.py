@@ -15,8 +15,8 @@ from parallel3d.config import RunConfig, load_config, locate
 from parallel3d.config.errors import ConfigProblems
 
 if TYPE_CHECKING:
-    from parallel3d.blueprint import Blueprint
-    from parallel3d.sharding import Shard
+    from parallel3d.planning.blueprint import Blueprint
+    from parallel3d.tensor.shards import Shard
 
 _BYTES = {"float32": 4, "float64": 8, "bfloat16": 4}
 """Of a weight; bfloat16 is for activations."""
@@ -36,7 +36,7 @@ def shards(
 
     Nothing is started, and the model gets no memory. What does not fit exits with 3, as when the run starts.
     """
-    from parallel3d.before_start import draw_before_start
+    from parallel3d.planning.preflight import draw_before_start
 
     try:
         overrides = parse_settings(settings or [])
@@ -51,7 +51,7 @@ def shards(
 
 
 def _as_json(config: RunConfig, blueprint: Blueprint) -> str:
-    from parallel3d.cli.json_lines import dump
+    from parallel3d.json_lines import dump
 
     cut = blueprint.shards
     return dump(

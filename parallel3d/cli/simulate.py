@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from parallel3d.before_start import Locate, placing
 from parallel3d.cli.costs import BackwardOption, CostOptions, ForwardOption, TransferOption, WeightBackwardOption
 from parallel3d.cli.schedule import check_size
 from parallel3d.cli.validate import parse_settings
 from parallel3d.config import RunConfig, load_config, locate
 from parallel3d.config.errors import ConfigProblems, Problem, problem_of_key, show
+from parallel3d.planning.preflight import Locate, placing
 from runtime.errors import InvalidCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from parallel3d.schedules.table import Table
-    from parallel3d.simulation.deadlock import Deadlock
-    from parallel3d.simulation.outcome import Simulation
+    from parallel3d.pipeline.schedules.table import Table
+    from parallel3d.pipeline.simulation.deadlock import Deadlock
+    from parallel3d.pipeline.simulation.outcome import Simulation
 
 EXIT_USAGE, EXIT_BAD_CONFIG = 2, 3
 _SCHEDULE = "pipeline.schedule"
@@ -46,8 +46,8 @@ def simulate(
 
     Times are in any unit. A table that would wait for ever is drawn, and the exit code is 3.
     """
-    from parallel3d.simulation import find_deadlock
-    from parallel3d.simulation import simulate as run
+    from parallel3d.pipeline.simulation import find_deadlock
+    from parallel3d.pipeline.simulation import simulate as run
 
     overrides = parse_settings(settings or [])
     find = partial(locate, file, overrides)
@@ -74,8 +74,8 @@ def simulate(
 
 
 def _table(config: RunConfig, is_in_file: Callable[[str], bool]) -> Table:
-    from parallel3d.configured_table import configured_table
-    from parallel3d.schedules.limits import is_csv
+    from parallel3d.pipeline.schedules.limits import is_csv
+    from parallel3d.planning.configured_table import configured_table
 
     pipeline, pp = config.pipeline, config.parallel.pp
     sizes = {"pipeline.microbatches": pipeline.microbatches, "parallel.pp": pp}
@@ -112,7 +112,7 @@ def _cycle(deadlock: Deadlock) -> list[dict[str, Any]]:
 
 
 def _as_json(result: Simulation) -> str:
-    from parallel3d.cli.json_lines import dump
+    from parallel3d.json_lines import dump
 
     table = result.table
     return dump(
@@ -131,9 +131,9 @@ def _as_json(result: Simulation) -> str:
 
 
 def _as_text(file: Path, result: Simulation) -> str:
-    from parallel3d.drawing.words import count, number, percent, title
-    from parallel3d.schedules.actions import Kind
-    from parallel3d.simulation.outcome import Reason
+    from parallel3d.pipeline.schedules.actions import Kind
+    from parallel3d.pipeline.simulation.outcome import Reason
+    from parallel3d.reports.drawing.words import count, number, percent, title
 
     steps = result.critical_path
     kinds = Counter(step.action.kind for step in steps)

@@ -10,7 +10,7 @@ import typer
 
 from parallel3d.config import RunConfig, load_config
 from parallel3d.config.errors import ConfigProblems
-from parallel3d.config.models import GptModel, LlamaModel
+from parallel3d.config.sections import GptModel, LlamaModel
 
 EXIT_BAD_CONFIG = 3
 

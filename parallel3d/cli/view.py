@@ -14,9 +14,9 @@ import typer
 from runtime.errors import InvalidCall
 
 if TYPE_CHECKING:
-    from monitoring.endpoint import Endpoint
-    from parallel3d.finished_run import FinishedRun
-    from parallel3d.folder_view import FolderView
+    from monitoring.http.endpoint import Endpoint
+    from parallel3d.reports.folder_view import FolderView
+    from parallel3d.reports.run_reader import FinishedRun
 
 EXIT_ERROR = 1
 
@@ -37,7 +37,7 @@ def view(
 
     A run that still goes on has a page of its own: then its address is printed, and that is all.
     """
-    from parallel3d.finished_run import read_run
+    from parallel3d.reports.run_reader import read_run
 
     try:
         if (address := _live_page(read_run(folder))) is not None:
@@ -57,8 +57,8 @@ def _live_page(run: FinishedRun) -> str | None:
 
 
 def _serve(folder: Path, port: int | None, opens: bool) -> int:
-    from monitoring.endpoint import Endpoint
-    from parallel3d.folder_view import FolderView
+    from monitoring.http.endpoint import Endpoint
+    from parallel3d.reports.folder_view import FolderView
 
     source = FolderView(folder)
     try:
@@ -74,9 +74,9 @@ async def _answer(source: FolderView, endpoint: Endpoint, opens: bool) -> None:
     """Until a signal comes: to end it is what Ctrl-C is for here, so it is no error."""
     from aiohttp import web
 
-    from monitoring.guard import Guard
-    from monitoring.page import page_routes
-    from monitoring.server import serve
+    from monitoring.http.guard import Guard
+    from monitoring.http.page import page_routes
+    from monitoring.http.server import serve
 
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

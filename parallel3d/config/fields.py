@@ -13,8 +13,8 @@ from pydantic import Field, PlainSerializer, PlainValidator, Strict, TypeAdapter
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from parallel3d.config.errors import MOST_PROBLEMS, enumerate_words, nearest, show
-from parallel3d.quantities import BYTES, LARGEST_SIZE, SECONDS, in_base_unit
-from parallel3d.schedules.limits import SCHEDULES, is_csv
+from parallel3d.formatting import BYTES, LARGEST_SIZE, SECONDS, in_base_unit
+from parallel3d.pipeline.schedules.limits import SCHEDULES, is_csv
 
 CommStrategy = Literal["default", "ring", "tree", "hierarchical", "adaptive"]
 SingleStrategy = Literal["default", "ring", "tree", "hierarchical"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from parallel3d.config.errors import enumerate_words
-from parallel3d.config.models import RunConfig
+from parallel3d.config.sections import RunConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from parallel3d.config.errors import MOST_PROBLEMS, ConfigProblems, Place, Probl
 from parallel3d.config.fields import is_finite
 from parallel3d.config.file import KeyPath, Node, parse_yaml, read_text
 from parallel3d.config.findings import Finding
-from parallel3d.config.models import ARGS, RunConfig
 from parallel3d.config.overrides import from_environment, from_settings, merge
 from parallel3d.config.rules import RULES
+from parallel3d.config.sections import ARGS, RunConfig
 from parallel3d.config.translate import place_of, translate
 
 

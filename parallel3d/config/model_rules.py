@@ -9,7 +9,7 @@ from parallel3d.config.errors import enumerate_words
 from parallel3d.config.factories import missing_module
 from parallel3d.config.fields import is_factory
 from parallel3d.config.findings import Check, Finding, Rule, near_divisors, near_multiples
-from parallel3d.config.models import CustomModel, GptModel, HfModel, LlamaModel, RunConfig
+from parallel3d.config.sections import CustomModel, GptModel, HfModel, LlamaModel, RunConfig
 
 
 def _heads_divide_width(config: RunConfig, _: int | None) -> Iterator[Finding]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from monitoring.addresses import is_loopback
+from monitoring.http.addresses import is_loopback
 from parallel3d.config.errors import enumerate_words
 from parallel3d.config.findings import Finding, Rule
-from parallel3d.config.models import RunConfig
+from parallel3d.config.sections import RunConfig
 
 
 def _others_need_a_token(config: RunConfig, _: int | None) -> Iterator[Finding]:

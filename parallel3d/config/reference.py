@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 
 from parallel3d.config.aliases import ALIASES, OTHER_SECTIONS, SECTION_ALIASES, VALUE_ALIASES
 from parallel3d.config.errors import show
-from parallel3d.config.models import ARGS, MODELS, CustomModel, GptModel, RunConfig
+from parallel3d.config.sections import ARGS, MODELS, CustomModel, GptModel, RunConfig
 
 _INTRODUCTION = """\
 # Configuration

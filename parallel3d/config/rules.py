@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from parallel3d.config.errors import enumerate_words
 from parallel3d.config.findings import Finding, Rule, near_multiples
 from parallel3d.config.model_rules import MODEL_RULES, does_not_divide
-from parallel3d.config.models import GptModel, LlamaModel, RunConfig
 from parallel3d.config.monitoring_rules import MONITORING_RULES
-from parallel3d.cuts import example_cut
-from parallel3d.schedules.limits import (
+from parallel3d.config.sections import GptModel, LlamaModel, RunConfig
+from parallel3d.pipeline.schedules.layer_split import example_cut
+from parallel3d.pipeline.schedules.limits import (
     IMPLIES_TWO_VIRTUAL_STAGES,
     NEEDS_VIRTUAL_STAGES,
     NEEDS_WHOLE_ROUNDS,

@@ -22,8 +22,8 @@ from parallel3d.config.errors import (
 )
 from parallel3d.config.fields import OF_KEY, choice_refusal
 from parallel3d.config.file import KeyPath, Node
-from parallel3d.config.models import ARGS, MODELS, RunConfig
 from parallel3d.config.scalars import resolve_scalar
+from parallel3d.config.sections import ARGS, MODELS, RunConfig
 
 _WANTED = {
     "int_type": "a whole number",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from parallel3d.config.errors import problem_of_key
-from parallel3d.config.models import CustomModel, HfModel, RunConfig
+from parallel3d.config.sections import CustomModel, HfModel, RunConfig
 from parallel3d.data.batch import Batch
 from parallel3d.data.text_files import TextFiles, standard_library, text_files
 from parallel3d.data.token_file import TokenFile

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from parallel3d.config.errors import ConfigProblems, problem_of_key
+from parallel3d.config.import_factory import call_factory, told
 from parallel3d.data.batch import Batch, collate
-from parallel3d.factories import call_factory, told
 from parallel3d.seeding import seeded
 from runtime.errors import DataError
 

@@ -11,10 +11,10 @@ from torch.nn.parameter import is_lazy
 
 from parallel3d.config.errors import ConfigProblems, enumerate_words, problem_of_key
 from parallel3d.config.fields import TensorStrategy
-from parallel3d.config.models import CustomModel, GptModel, LlamaModel, RunConfig
-from parallel3d.factories import call_factory, telling
-from parallel3d.layer_row import CannotBeCut, LayerRow, find_row
+from parallel3d.config.import_factory import call_factory, telling
+from parallel3d.config.sections import CustomModel, GptModel, LlamaModel, RunConfig
 from parallel3d.models.gpt import build_gpt
+from parallel3d.models.layer_sequence import CannotBeCut, LayerRow, find_row
 from parallel3d.models.layered import LayeredModel
 from parallel3d.models.llama import build_llama
 from parallel3d.seeding import seeded

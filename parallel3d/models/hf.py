@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from parallel3d.config.errors import nearest
-from parallel3d.config.models import HfModel, RunConfig
-from parallel3d.factories import refusal
+from parallel3d.config.import_factory import refusal
+from parallel3d.config.sections import HfModel, RunConfig
 from parallel3d.models.hf_calls import Row
 from parallel3d.models.hf_plan import tensor_plan
 from parallel3d.models.hf_row import find_adapt, find_row

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from parallel3d.config.models import RunConfig
-from parallel3d.factories import refusal
+from parallel3d.config.import_factory import refusal
+from parallel3d.config.sections import RunConfig
 
 _STRATEGIES = {
     "colwise": "column",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel3d.factories import refusal
+from parallel3d.config.import_factory import refusal
 from parallel3d.models.hf_calls import (
     Answer,
     Call,

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel3d.cuts import Cut, bounds, given_cut
-from parallel3d.layer_costs import LayerCost
-from parallel3d.partition import Chain, cut_layers
+from parallel3d.models.layer_profile import LayerCost
+from parallel3d.models.partition import Chain, cut_layers
+from parallel3d.pipeline.schedules.layer_split import Cut, bounds, given_cut
 from runtime.errors import InvalidCall
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from parallel3d.config.models import LlamaArgs
+from parallel3d.config.sections import LlamaArgs
 from parallel3d.models.decoder import Block, Decoder, embedding, heads_of, layered, plan_of, residual, without_heads
 from parallel3d.models.layered import LayeredModel
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from parallel3d.factories import refusal
+from parallel3d.config.import_factory import refusal
 from runtime.errors import ConfigError
 
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from process_groups.lane import Steps, Wait
+from process_groups.call_queue import Steps, Wait
 from process_groups.strategies import measurements
 from process_groups.strategies.measurements import Rows
 from process_groups.transport import Call, Explanation

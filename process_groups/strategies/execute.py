@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
-from process_groups.exchange import Exchange
-from process_groups.lane import Steps, Wait
+from process_groups.call_queue import Steps, Wait
+from process_groups.shared_memory.exchange import Exchange
 from process_groups.strategies.arithmetic import combine, finish, wide_dtype
 from process_groups.strategies.program import Program, Transfer
 from process_groups.transport import Call

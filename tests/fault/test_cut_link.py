@@ -11,9 +11,9 @@ import torch
 
 import parallel3d
 from parallel3d import CommunicationError, DeadlineExceeded, PeerLost
-from tests.hosts import Hosts
-from tests.processes import abandoned_memory
-from tests.ranks import Ranks, Tell
+from tests.support.hosts import Hosts
+from tests.support.processes import abandoned_memory
+from tests.support.ranks import Ranks, Tell
 
 pytestmark = pytest.mark.slow
 

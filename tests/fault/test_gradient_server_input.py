@@ -17,8 +17,8 @@ import numpy
 import pytest
 
 from parallel3d import CommunicationError
-from runtime.chunks import checksum
-from runtime.wire import (
+from runtime.gradient_server.wire.chunks import checksum
+from runtime.gradient_server.wire.messages import (
     MAX_CHUNK,
     Assignment,
     Chunk,
@@ -39,11 +39,11 @@ from runtime.wire import (
     Welcome,
     encode,
 )
-from tests.bad_frames import HTTP, client_hello, frames, why_refused
-from tests.gradient_problem import Size
-from tests.gradient_run import PLAIN, TOKEN, Applied, Process, Run, Stepped
-from tests.processes import SECONDS
-from tests.strangers import Stranger
+from tests.support.bad_frames import HTTP, client_hello, frames, why_refused
+from tests.support.gradient_problem import Size
+from tests.support.gradient_run import PLAIN, TOKEN, Applied, Process, Run, Stepped
+from tests.support.processes import SECONDS
+from tests.support.strangers import Stranger
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ import numpy
 import pytest
 
 from parallel3d import PeerLost
-from runtime.wire import (
+from runtime.gradient_server.wire.messages import (
     AveragedGradient,
     GradientPayload,
     Heartbeat,
@@ -25,10 +25,10 @@ from runtime.wire import (
     decode,
     encode,
 )
-from tests.gradient_problem import CLOSE, Size, Weights, alone
-from tests.gradient_run import PLAIN, Applied, Loaded, Manner, Process, Received, Run, Stepped, Taken
-from tests.processes import SECONDS
-from tests.wire_faults import Point
+from tests.support.gradient_problem import CLOSE, Size, Weights, alone
+from tests.support.gradient_run import PLAIN, Applied, Loaded, Manner, Process, Received, Run, Stepped, Taken
+from tests.support.processes import SECONDS
+from tests.support.wire_faults import Point
 
 pytestmark = pytest.mark.slow
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import LaunchError
-from runtime.launch import LaunchSpec, launch
-from runtime.processes import marked
-from runtime.script import Target
-from tests.processes import MARK, ROOT, SECONDS, Launched, Stream, children, wait_for_end, write_script
+from runtime.launch.launch import LaunchSpec, launch
+from runtime.launch.processes import marked
+from runtime.launch.script import Target
+from tests.support.processes import MARK, ROOT, SECONDS, Launched, Stream, children, wait_for_end, write_script
 
 # Each rank also has a child in its own group and one that left for a session of its own, which ignores
 # every polite signal; `up` is printed when both run.

@@ -13,9 +13,9 @@ import torch
 
 import parallel3d
 from parallel3d import CommunicationError, DeadlineExceeded, LaunchError, PeerLost
-from process_groups import meeting
-from tests.processes import abandoned_memory
-from tests.ranks import Rank, Ranks, Tell, slurm_variables, torch_variables
+from process_groups import rendezvous as meeting
+from tests.support.processes import abandoned_memory
+from tests.support.ranks import Rank, Ranks, Tell, slurm_variables, torch_variables
 
 RANKS = 4
 PROMISE = 1.0  # seconds within which a death is known

@@ -11,8 +11,8 @@ import pytest
 
 import parallel3d
 from runtime.errors import CommunicationError, PeerLost
-from tests.pipelines import make_executor, run_step
-from tests.ranks import Ranks, Tell, torch_variables
+from tests.support.pipelines import make_executor, run_step
+from tests.support.ranks import Ranks, Tell, torch_variables
 
 pytestmark = pytest.mark.slow
 RANKS, VICTIM, PROMISE = 4, 2, 1.0

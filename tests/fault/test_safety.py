@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import Launched, children, write_script
+from tests.support.processes import Launched, children, write_script
 
 LISTEN = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}
 LOOPBACK = ipaddress.ip_network("127.0.0.0/8")

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import parallel3d
-from monitoring.stragglers import IN_A_ROW
-from monitoring.totals import WARM_UP
+from monitoring.analysis.stragglers import IN_A_ROW
+from monitoring.analysis.totals import WARM_UP
 from parallel3d.config import load_config
-from parallel3d.training_run import Run
+from parallel3d.runs.supervised import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -55,7 +55,7 @@ def held(own: Path, mesh: dict[str, int], steps: int, seconds: float = 0.0) -> d
     microbatches = 2 if "pp" in mesh else 1
     return {
         "model": {
-            "factory": "tests.slow_models:held",
+            "factory": "tests.support.slow_models:held",
             "args": {
                 "folder": str(own),
                 "rank": SLOW,
@@ -64,7 +64,7 @@ def held(own: Path, mesh: dict[str, int], steps: int, seconds: float = 0.0) -> d
             },
             "loss": "mse",
         },
-        "data.factory": "tests.slow_models:Numbers",
+        "data.factory": "tests.support.slow_models:Numbers",
         "parallel": mesh,
         "pipeline.microbatches": microbatches,
         "train": {"steps": steps, "batch_size": 32},

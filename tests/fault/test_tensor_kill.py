@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import parallel3d
-from process_groups.tensor_exchange import Outcome, TensorExchange
+from process_groups.shared_memory.engine_collectives import Outcome, TensorExchange
 from runtime.errors import CommunicationError, DeadlineExceeded, NonFiniteGradient, PeerLost
-from tests.ranks import Ranks, Tell, torch_variables
+from tests.support.ranks import Ranks, Tell, torch_variables
 
 pytestmark = pytest.mark.slow
 RANKS, VICTIM, PROMISE = 4, 2, 1.0

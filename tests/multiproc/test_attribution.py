@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from monitoring.time_parts import PARTS
-from tests.processes import Started
+from monitoring.events.time_parts import PARTS
+from tests.support.processes import Started
 
 GPT = """
 model: {factory: gpt, args: {layers: 2, width: 64, heads: 2, vocabulary: 256, sequence: 32}}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from runtime.cores import num_cores
-from tests.processes import ROOT, Started, Stream, children
+from tests.support.processes import ROOT, Started, Stream, children
 
 pytestmark = pytest.mark.slow
 SECONDS = 100.0

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from parallel3d.schedules.build import SCHEDULES
-from tests.hosts import Hosts, why_not
-from tests.processes import Started, write_script
+from parallel3d.pipeline.schedules.build import SCHEDULES
+from tests.support.hosts import Hosts, why_not
+from tests.support.processes import Started, write_script
 
 pytestmark = pytest.mark.slow
 
@@ -129,11 +129,11 @@ def narrow_data():
 """
 # The command `parallel3d`, with ranks of the test's own.
 OTHER_RANKS = """
-import parallel3d.training_run
+import parallel3d.runs.supervised
 from parallel3d.cli.main import main
-from runtime.script import Target
+from runtime.launch.script import Target
 
-parallel3d.training_run._RANK = Target("rank.py")
+parallel3d.runs.supervised._RANK = Target("rank.py")
 main()
 """
 # Saves all weights between steps.
@@ -141,9 +141,9 @@ SAVING_RANK = """
 import os
 import time
 import torch
-from monitoring.events import What
-from parallel3d.coordinator import Coordinator
-from parallel3d.trainer import main
+from monitoring.events.events import What
+from parallel3d.training.coordinator import Coordinator
+from parallel3d.runs.rank_loop import main
 
 class Saving(Coordinator):
     async def train_step(self, batch):
@@ -165,8 +165,8 @@ main(Saving.from_config)
 # Rank 1 does something else between steps.
 DAWDLING_RANK = """
 import asyncio
-from parallel3d.coordinator import Coordinator
-from parallel3d.trainer import main
+from parallel3d.training.coordinator import Coordinator
+from parallel3d.runs.rank_loop import main
 
 class Dawdling(Coordinator):
     async def train_step(self, batch):
@@ -180,8 +180,8 @@ main(Dawdling.from_config)
 BLOCKING_RANK = """
 import asyncio
 import time
-from parallel3d.coordinator import Coordinator
-from parallel3d.trainer import main
+from parallel3d.training.coordinator import Coordinator
+from parallel3d.runs.rank_loop import main
 
 class Blocking(Coordinator):
     async def train_step(self, batch):

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract import RANKS, SCENARIOS
-from tests.made_once import made_once
-from tests.processes import Launched
+from tests.support.contract import RANKS, SCENARIOS
+from tests.support.made_once import made_once
+from tests.support.processes import Launched
 
 pytestmark = pytest.mark.slow
 Outcomes = list[dict[str, str | None]]
-RANK = str(Path(__file__).with_name("contract_rank.py"))
+RANK = str(Path(__file__).with_name("ranks") / "contract_rank.py")
 TRANSPORTS = {
     "shared memory": {},
     "gloo": {"CONTRACT_BACKEND": "gloo"},

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from monitoring.bottlenecks import KINDS
+from monitoring.analysis.bottlenecks import KINDS
 from monitoring.dashboards import Setup, Target, files_for, write_files
-from monitoring.time_parts import PARTS
-from tests.processes import ROOT, Started
-from tests.prometheus import Prometheus, Series, needs_prometheus, values
+from monitoring.events.time_parts import PARTS
+from tests.support.processes import ROOT, Started
+from tests.support.prometheus import Prometheus, Series, needs_prometheus, values
 
 pytestmark = [needs_prometheus, pytest.mark.slow]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.processes import ROOT, Launched
+from tests.support.processes import ROOT, Launched
 
 EXAMPLES = ROOT / "examples"
 

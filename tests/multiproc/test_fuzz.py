@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import parallel3d
-from tests.ranks import Ranks, Tell, torch_variables
+from tests.support.ranks import Ranks, Tell, torch_variables
 
 pytestmark = pytest.mark.slow
 

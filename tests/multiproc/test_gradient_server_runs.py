@@ -18,9 +18,9 @@ import pytest
 import torch
 import trustme
 
-from runtime.link import CLOSE_SECONDS
-from tests.gradient_clients import frame, text
-from tests.processes import ROOT, SECONDS, Started, write_script
+from runtime.gradient_server.wire.link import CLOSE_SECONDS
+from tests.support.gradient_clients import frame, text
+from tests.support.processes import ROOT, SECONDS, Started, write_script
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import parallel3d
-from tests.hosts import BURST
-from tests.ranks import Ranks, Tell
+from tests.support.hosts import BURST
+from tests.support.ranks import Ranks, Tell
 
 pytestmark = pytest.mark.slow
 

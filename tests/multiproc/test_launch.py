@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import Coords, LaunchError
-from runtime.launch import LaunchSpec, launch
-from runtime.processes import marked
-from runtime.script import Target
-from tests.processes import MARK, ROOT, SECONDS, Launched, wait_for_end, write_script
+from runtime.launch.launch import LaunchSpec, launch
+from runtime.launch.processes import marked
+from runtime.launch.script import Target
+from tests.support.processes import MARK, ROOT, SECONDS, Launched, wait_for_end, write_script
 
 
 def run(*args: str, **options) -> tuple[int, str, str]:

@@ -20,12 +20,12 @@ import pytest
 import trustme
 from prometheus_client.parser import text_string_to_metric_families
 
-from monitoring.time_parts import PARTS
+from monitoring.events.time_parts import PARTS
 from parallel3d.config import RunConfig, load_config
 from runtime.errors import ConfigError
-from tests.processes import Started
-from tests.ranks import torch_variables
-from tests.stand_in import stand_in_run
+from tests.support.processes import Started
+from tests.support.ranks import torch_variables
+from tests.support.stand_in import stand_in_run
 
 SECONDS = 100.0  # a run on a busy machine may take half a minute
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import parallel3d
-from tests.ranks import Ranks, Tell, torch_variables
-from tests.replicas import EVERY_OPTIMIZER, Replica, Trained, assert_close, assert_same, make_stages, plain_loop
+from tests.support.ranks import Ranks, Tell, torch_variables
+from tests.support.replicas import EVERY_OPTIMIZER, Replica, Trained, assert_close, assert_same, make_stages, plain_loop
 
 WIDTH = 101  # a block is 0.3 MB in float64: more than what passes through staging slots
 CONFIG = EVERY_OPTIMIZER["sgd"]

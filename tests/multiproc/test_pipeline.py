@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import Launched
+from tests.support.processes import Launched
 
 pytestmark = pytest.mark.slow
-RANK = str(Path(__file__).with_name("pipeline_rank.py"))
+RANK = str(Path(__file__).with_name("ranks") / "pipeline_rank.py")
 APART = {"APART": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 

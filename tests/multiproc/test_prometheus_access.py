@@ -11,8 +11,8 @@ import pytest
 import trustme
 
 from monitoring.dashboards import Setup, Target, files_for, write_files
-from tests.processes import ROOT, Started
-from tests.prometheus import Prometheus, needs_prometheus, values
+from tests.support.processes import ROOT, Started
+from tests.support.prometheus import Prometheus, needs_prometheus, values
 
 pytestmark = [needs_prometheus, pytest.mark.slow]
 

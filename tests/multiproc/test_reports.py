@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.finished_run import load_run
-from tests.made_once import made_once
-from tests.processes import Started, write_script
+from parallel3d.reports.run_reader import load_run
+from tests.support.made_once import made_once
+from tests.support.processes import Started, write_script
 
 OWN = """
 import torch

@@ -17,11 +17,11 @@ import torch
 import parallel3d
 from parallel3d import LaunchError
 from process_groups import arena as arenas
-from process_groups import sharing
 from process_groups.arena import Arena, ArenaUnavailable
-from process_groups.sharing import SharedMemoryWarning
-from tests.processes import abandoned_memory
-from tests.ranks import Rank, Ranks, Tell, torch_variables
+from process_groups.shared_memory import sharing
+from process_groups.shared_memory.sharing import SharedMemoryWarning
+from tests.support.processes import abandoned_memory
+from tests.support.ranks import Rank, Ranks, Tell, torch_variables
 
 MIB = 1 << 20
 STRATEGIES = ("default", "ring", "tree", "hierarchical", "adaptive")

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.processes import ROOT, SECONDS, Started, Stream
-from tests.stand_in import STAND_IN
+from tests.support.processes import ROOT, SECONDS, Started, Stream
+from tests.support.stand_in import STAND_IN
 
 COMMAND = str(ROOT / "tests" / "stand_in_cli.py")
 FILES = ["config.yaml", "endpoints.json", "events.jsonl", "metrics.json", "report.html", "trace.json.gz"]

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 import parallel3d
-from parallel3d.cli.report_text import report_text
 from parallel3d.config import RunConfig, load_config
-from parallel3d.finished_run import read_run
-from parallel3d.run_record import Status
-from parallel3d.training_run import Run
+from parallel3d.reports.run_reader import read_run
+from parallel3d.reports.text import report_text
+from parallel3d.runs.record import Status
+from parallel3d.runs.supervised import Run
 from runtime.errors import ConfigError, Coords, InvalidCall, RunFailed
-from runtime.processes import descendants
-from tests.processes import SECONDS
-from tests.stand_in import STAND_IN, stand_in_run
+from runtime.launch.processes import descendants
+from tests.support.processes import SECONDS
+from tests.support.stand_in import STAND_IN, stand_in_run
 
 FILES = ["config.yaml", "endpoints.json", "events.jsonl", "metrics.json", "report.html", "trace.json.gz"]
 FOR_EVER = 1_000_000

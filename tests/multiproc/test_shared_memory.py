@@ -15,10 +15,11 @@ import torch
 
 import parallel3d
 from parallel3d import CommunicationError, DeadlineExceeded, GroupClosed
-from process_groups import signals, streaming, writer
+from process_groups import signals
 from process_groups.reduction import PIECE, Reducer
-from tests.processes import SECONDS
-from tests.ranks import Ranks, Tell, torch_variables
+from process_groups.shared_memory import streaming, writer
+from tests.support.processes import SECONDS
+from tests.support.ranks import Ranks, Tell, torch_variables
 
 NUM = 300_000  # floats of what peers read and write in place
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import Launched, Started, write_script
-from tests.ranks import free_port, slurm_variables
+from tests.support.processes import Launched, Started, write_script
+from tests.support.ranks import free_port, slurm_variables
 
 SCRIPT = """
 import json, os, sys

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import parallel3d
-from tests.ranks import Ranks, Tell, torch_variables
+from tests.support.ranks import Ranks, Tell, torch_variables
 
 CONFIG = """
 parallel: {{dp: 2}}

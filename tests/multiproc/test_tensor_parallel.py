@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import Launched
+from tests.support.processes import Launched
 
 pytestmark = pytest.mark.slow
-RANK = str(Path(__file__).with_name("tensor_rank.py"))
+RANK = str(Path(__file__).with_name("ranks") / "tensor_rank.py")
 GLOO = {"BACKEND": "gloo", "GLOO_SOCKET_IFNAME": "lo"}
 
 

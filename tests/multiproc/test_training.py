@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import Launched
+from tests.support.processes import Launched
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-RANK = str(Path(__file__).with_name("training_rank.py"))
+RANK = str(Path(__file__).with_name("ranks") / "training_rank.py")
 
 
 def train(size: int, what: str) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import parallel3d
-from tests.processes import ROOT, SECONDS, Started, write_script
-from tests.ranks import slurm_variables, torch_variables
+from tests.support.processes import ROOT, SECONDS, Started, write_script
+from tests.support.ranks import slurm_variables, torch_variables
 
 FILES = ["config.yaml", "endpoints.json", "events.jsonl", "metrics.json", "report.html", "trace.json.gz"]
 GPT = """

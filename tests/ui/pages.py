@@ -9,11 +9,11 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from monitoring.background import BackgroundLoop
-from monitoring.endpoint import Endpoint
-from monitoring.guard import Guard
-from monitoring.page import page_routes
-from monitoring.server import serve
+from monitoring.http.endpoint import Endpoint
+from monitoring.http.guard import Guard
+from monitoring.http.loop_thread import BackgroundLoop
+from monitoring.http.page import page_routes
+from monitoring.http.server import serve
 from tests.ui.synthetic_run import SyntheticRun
 
 _SECONDS = 30.0

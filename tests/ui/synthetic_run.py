@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
-from monitoring.page import Feed
-from monitoring.page.feed import Pace
-from monitoring.time_parts import PARTS
-from parallel3d.measured import Measured
-from parallel3d.pipeline_view import pipeline_view
-from parallel3d.schedules.build import build
-from parallel3d.simulation import Costs, simulate
+from monitoring.events.time_parts import PARTS
+from monitoring.http.page import Feed
+from monitoring.http.page.feed import Pace
+from parallel3d.pipeline.schedules.build import build
+from parallel3d.pipeline.simulation import Costs, simulate
+from parallel3d.pipeline.simulation.measured import Measured
+from parallel3d.reports.pipeline_view import pipeline_view
 
 _SHARES = {
     "compute": 0.585,
@@ -234,7 +234,7 @@ async def serve_by_itself(run: SyntheticRun, port: int = 0) -> None:
     """For whoever works on the page: `python -m tests.ui.synthetic_run`."""
     from aiohttp import web
 
-    from monitoring.page import page_routes
+    from monitoring.http.page import page_routes
 
     app = web.Application()
     app.add_routes(page_routes(run))

@@ -8,8 +8,8 @@ import re
 import pytest
 from playwright.sync_api import Page, expect
 
-from monitoring.page.feed import Pace
-from monitoring.time_parts import MEANINGS, PARTS
+from monitoring.events.time_parts import MEANINGS, PARTS
+from monitoring.http.page.feed import Pace
 from tests.ui.pages import PageServer
 from tests.ui.synthetic_run import SyntheticRun, some_bottlenecks
 
@@ -454,8 +454,8 @@ class TestLooks:
 
 
 def test_the_snapshot_in_these_tests_has_the_form_of_a_finished_run(tmp_path):
-    from parallel3d.finished_run import load_run
-    from tests.run_folders import write_run
+    from parallel3d.reports.run_reader import load_run
+    from tests.support.run_folders import write_run
 
     ours, theirs = SyntheticRun(), load_run(write_run(tmp_path / "run"))
     ours.advance(1)

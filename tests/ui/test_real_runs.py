@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from monitoring.time_parts import PARTS
-from tests.processes import ROOT, Started
+from monitoring.events.time_parts import PARTS
+from tests.support.processes import ROOT, Started
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SECONDS = 240.0  # a deadline; on a quiet host these runs take some seconds

@@ -11,7 +11,7 @@ import pytest
 from parallel3d.config import load_config
 from runtime.errors import ConfigError
 
-HERE = Path(__file__).parent
+CASES = Path(__file__).parent / "config"
 Refused = Callable[..., str]
 
 
@@ -45,7 +45,7 @@ class Refusal(NamedTuple):
 
 def read_refusals(name: str) -> list[Refusal]:
     cases = []
-    for block in (HERE / name).read_text(encoding="utf-8").split("\n===")[1:]:
+    for block in (CASES / name).read_text(encoding="utf-8").split("\n===")[1:]:
         head, _, rest = block.partition("\n")
         text, _, error = rest.partition("\n--->\n")
         cases.append(Refusal(int(head.split()[-1]) if head else None, text, error.rstrip("\n")))

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.processes import ROOT, SECONDS
+from tests.support.processes import ROOT, SECONDS
 
 Load = Callable[[str], ModuleType]
 

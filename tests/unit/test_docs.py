@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d.config import load_config
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 
 
 def run_beside(folder: Path, *, path: Path = ROOT) -> tuple[int, str, str]:

@@ -1,0 +1,1 @@
+"""What a rank records: events, collectives, loop lag, and the trace that shows them."""

@@ -1,0 +1,86 @@
+"""Where a run is watched: a socket that listens already, the token that is asked for, and TLS."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import quote
+
+from monitoring.http.addresses import host_and_port, is_every_address, is_loopback
+
+LEAST_TOKEN_CHARACTERS = 16
+_BACKLOG = 256  # more than scrape at a time, so that none is turned away while the thread waits for a core
+
+
+class UnusableToken(ValueError):
+    """Its text says why."""
+
+
+def new_token() -> str:
+    """Nobody guesses it."""
+    return secrets.token_urlsafe(24)
+
+
+def read_token(path: str) -> str:
+    """The token that a file holds. Raises OSError, and UnusableToken for one that anybody might guess."""
+    try:
+        token = Path(path).read_text(encoding="ascii").strip()
+    except UnicodeDecodeError:
+        raise UnusableToken("a token is printable ASCII.") from None
+    if not token.isprintable() or " " in token:
+        raise UnusableToken("a token is one line of printable characters without spaces.")
+    if len(token) < LEAST_TOKEN_CHARACTERS:
+        raise UnusableToken(f"a token has at least {LEAST_TOKEN_CHARACTERS} characters, and this one has {len(token)}.")
+    return token
+
+
+def tls_context(certificate: str, key: str) -> ssl.SSLContext:
+    """Raises OSError, of which SSLError is one, where the two are not a pair that can be used."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, key, password=lambda: "")  # or OpenSSL would ask at the terminal
+    return context
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Made before any rank starts, so that its address is known from the beginning, and a port that is taken too."""
+
+    listener: socket.socket
+    host: str
+    port: int
+    token: str = field(default_factory=new_token, repr=False)
+    tls: ssl.SSLContext | None = None
+
+    @staticmethod
+    def open(host: str, port: int | None, token: str | None = None, tls: ssl.SSLContext | None = None) -> Endpoint:
+        """port: None for a free one. Raises OSError where it can't be had."""
+        # By number: on a host whose localhost is an IPv6 address too, the two could differ in who listens.
+        numeric = "127.0.0.1" if host == "localhost" else host
+        family = socket.AF_INET6 if ":" in numeric else socket.AF_INET
+        # `::` means IPv4 too: others know this host by its name, which may be of either kind.
+        both = family == socket.AF_INET6 and is_every_address(numeric) and socket.has_dualstack_ipv6()
+        listener = socket.create_server((numeric, port or 0), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+        return Endpoint(listener, numeric, listener.getsockname()[1], token or new_token(), tls)
+
+    @property
+    def is_loopback(self) -> bool:
+        return is_loopback(self.host)
+
+    @property
+    def scheme(self) -> str:
+        return "http" if self.tls is None else "https"
+
+    @property
+    def authority(self) -> str:
+        """Host and port, as others reach it."""
+        return host_and_port(self.host, self.port)
+
+    def url(self, path: str, with_token: bool = False) -> str:
+        token = f"?token={quote(self.token, safe='')}" if with_token else ""
+        return f"{self.scheme}://{self.authority}{path}{token}"
+
+    def close(self) -> None:
+        self.listener.close()

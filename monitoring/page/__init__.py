@@ -1,6 +1,0 @@
-"""A page in the browser that shows a run, while it goes on and afterwards: its routes, and what they ask for."""
-
-from monitoring.page.feed import Feed
-from monitoring.page.routes import Source, page_routes
-
-__all__ = ["Feed", "Source", "page_routes"]

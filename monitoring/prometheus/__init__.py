@@ -1,0 +1,1 @@
+"""Metrics for Prometheus: names, values, and the endpoints to scrape."""

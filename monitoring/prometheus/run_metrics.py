@@ -1,0 +1,171 @@
+"""A run's metrics for Prometheus: what its observer knows, as families of numbers."""
+
+from __future__ import annotations
+
+import platform
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
+from typing import Any
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from monitoring.analysis import traffic
+from monitoring.analysis.bottlenecks import KINDS
+from monitoring.analysis.device_peaks import utilization
+from monitoring.analysis.observations import Severity
+from monitoring.events import loop_lag
+from monitoring.events.loop_lag import LagHistogram
+from monitoring.events.time_parts import PARTS
+from monitoring.live.observer import Observer
+from monitoring.prometheus.metric_families import RUN_FAMILIES, histograms, number, numbers
+
+STEP_BOUNDS = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, float("inf"),
+)  # fmt: skip
+"""Seconds of a step: from a model of a test to one that fills a cluster."""
+
+_LATEST = 20  # steps that a device's utilization is of
+
+_numbers, _number, _histograms = (partial(each, RUN_FAMILIES) for each in (numbers, number, histograms))
+
+
+class RunMetrics(Collector):
+    """Made before the first message is taken, and read in the observer's own thread."""
+
+    def __init__(
+        self,
+        observer: Observer,
+        has_failed: Callable[[], bool] = bool,
+        on_collect: Callable[[], None] = lambda: None,
+    ) -> None:
+        """on_collect: called each time that all was told."""
+        self._observer, self._has_failed, self._on_collect = observer, has_failed, on_collect
+        self._durations = [0] * len(STEP_BOUNDS)
+        self._last_step: float | None = None
+        self._severities: dict[str, str] = {}
+        """Of each kind of bottleneck that was seen: the latest."""
+        observer.on_change.append(self._note)
+
+    def _note(self, kind: str, payload: Any) -> None:
+        if kind == "step":
+            self._durations[bisect_left(STEP_BOUNDS, payload["seconds"])] += 1
+            self._last_step = time.time()
+
+    def collect(self) -> Iterable[Metric]:
+        yield from self._identity()
+        yield from self._progress()
+        yield from self._time()
+        yield from self._bottlenecks()
+        yield from self._exchanges()
+        yield from self._health()
+        self._on_collect()
+
+    def _identity(self) -> Iterator[Metric]:
+        observer, facts = self._observer, self._observer.facts
+        yield _numbers("build_info", [((facts.version, platform.python_version(), _torch_version()), 1)])
+        mesh = f"{facts.dp}x{facts.tp}x{facts.pp}"
+        who = [((facts.run_id, facts.model, facts.schedule, mesh, facts.precision), 1)]
+        yield _numbers("run_info", who if facts.run_id else [])  # scripts have none
+        yield _numbers(
+            "rank_info",
+            [((rank, *each.place, each.host, each.device), 1) for rank, each in sorted(observer.ranks.items())],
+        )
+        yield _number("start_time_seconds", facts.started)
+
+    def _progress(self) -> Iterator[Metric]:
+        observer = self._observer
+        last = observer.steps[-1] if observer.steps else None
+        outcomes = {"ok": observer.num_steps, "failed": int(self._has_failed())}
+        yield _numbers("steps_total", [((outcome,), count) for outcome, count in outcomes.items()])
+        yield _number("tokens_total", observer.num_tokens)
+        yield _histograms("step_duration_seconds", [((), STEP_BOUNDS, self._durations, observer.step_seconds)])
+        yield _number("training_loss", last and last.loss)
+        yield _number("gradient_norm", last and last.grad_norm)
+        yield _number("learning_rate", last and last.learning_rate)
+        yield _number("model_flops_utilization_ratio", self._utilization())
+        yield _number("last_step_timestamp_seconds", self._last_step)
+
+    def _utilization(self) -> float | None:
+        """Over the latest steps; None where a device's peak, or the model's cost, is not known."""
+        observer, facts = self._observer, self._observer.facts
+        latest = list(islice(reversed(observer.steps), _LATEST))
+        seconds, tokens = sum(step.seconds for step in latest), sum(step.tokens for step in latest)
+        flops = tokens / seconds * facts.flops_per_token if seconds > 0 else 0.0
+        devices = (rank.device for rank in observer.ranks.values())
+        return utilization(devices, facts.world_size, facts.precision, flops)
+
+    def _time(self) -> Iterator[Metric]:
+        observer = self._observer
+        totals = [(rank, each.all) for rank, each in sorted(observer.totals.items())]
+        yield _numbers(
+            "phase_seconds_total",
+            [((rank, part), each.parts[part]) for rank, each in totals for part in PARTS],
+        )
+        yield _numbers("unattributed_seconds_total", [((rank,), each.unattributed) for rank, each in totals])
+        yield _numbers("compute_cpu_seconds_total", [((rank,), each.compute_cpu) for rank, each in totals])
+        yield _numbers("core_wait_seconds_total", [((rank,), each.core_wait) for rank, each in totals])
+        bubbles = sorted(observer.bubble_by_stage.items())
+        yield _numbers("pipeline_bubble_ratio", [((stage,), ratio) for stage, ratio in bubbles])
+        scores = sorted(observer.scores.items())
+        yield _numbers("straggler_score_ratio", [((rank,), score) for rank, score in scores])
+
+    def _bottlenecks(self) -> Iterator[Metric]:
+        """All that there are at any time, so that an alert can tell 0 from nothing. Of several of a kind the worst."""
+        worst: dict[str, Severity] = {}
+        for each in self._observer.bottlenecks:
+            worst[each.kind] = max(each.severity, worst.get(each.kind, each.severity), key=list(Severity).index)
+        self._severities |= worst
+        yield _numbers(
+            "bottleneck_state",
+            [((kind, self._severities.get(kind, Severity.LOW)), kind in worst) for kind in KINDS],
+        )
+
+    def _exchanges(self) -> Iterator[Metric]:
+        observer = self._observer
+        totals = sorted(observer.traffic.items())
+        yield _numbers("collective_bytes_total", [(where, each.num_bytes) for where, each in totals])
+        yield _histograms(
+            "collective_duration_seconds",
+            [(where, traffic.BOUNDS, each.counts, each.seconds) for where, each in totals],
+        )
+        bandwidths = sorted(observer.bandwidth.items())
+        yield _numbers("collective_bus_bandwidth_bytes_per_second", bandwidths)
+        yield from _lag(observer.lag)
+
+    def _health(self) -> Iterator[Metric]:
+        observer = self._observer
+        memory = sorted(observer.memory.items())
+        yield _numbers(
+            "memory_bytes", [((rank, kind), size) for rank, kinds in memory for kind, size in sorted(kinds.items())]
+        )
+        yield _number("memory_budget_bytes", observer.facts.memory_budget or None)
+        yield _numbers("data_queue_batches", [((rank,), mean) for rank, mean in sorted(observer.queue.items())])
+        yield _number("data_queue_capacity_batches", observer.queue_capacity)
+        dropped = [((rank,), observer.dropped.get(rank, 0)) for rank in sorted(observer.ranks)]
+        yield _numbers("events_dropped_total", dropped)
+        yield _number("steps_incomplete_total", observer.incomplete)
+        seen = sorted(observer.last_seen.items())
+        yield _numbers("rank_last_report_timestamp_seconds", [((rank,), moment) for rank, moment in seen])
+        yield _number("nonfinite_gradients_total", observer.nonfinite)
+
+
+def _lag(ranks: Mapping[int, LagHistogram]) -> Iterator[Metric]:
+    none = [0] * len(loop_lag.BOUNDS)
+    counts = [sum(column) for column in zip(none, *(each.counts for each in ranks.values()), strict=True)]
+    total = sum(each.total for each in ranks.values())
+    yield _histograms("event_loop_lag_seconds", [((), loop_lag.BOUNDS, counts, total)])
+    yield _numbers("event_loop_lag_worst_seconds", [((rank,), each.worst) for rank, each in sorted(ranks.items())])
+
+
+@cache
+def _torch_version() -> str:
+    """Without importing it, which takes seconds; asked once, for a package's facts are read from a file."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,1 @@
+"""Training through a gradient server."""

@@ -1,0 +1,120 @@
+"""When a bucket's gradients are all there, before its stage's last backward has ended.
+
+How often each parameter is added to in that backward is learned in the first step, which ends without an answer. From
+then on a bucket is ready as soon as all its parameters were added to that often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from parallel3d.gradients.deferred import autograd_was_there
+from runtime.errors import InvalidCall
+
+
+class Readiness:
+    """Of one bucket. In the engine thread; the parameters' `on_gradient` tell it of every addition."""
+
+    def __init__(self, stage: int, parameters: Sequence[nn.Parameter], ready: Callable[[], None]) -> None:
+        self.stage, self.ready = stage, ready
+        self.has_started = self.is_open = False
+        """Whether the bucket is on its way; whether the last backward is under way."""
+        self.has_learned = False
+        self.can_be_told = True
+        """False once something was found to be added that nobody tells of."""
+        self.num_missing = 0
+        self._watches = [_Watch(self, parameter) for parameter in parameters]
+
+    def begin(self) -> None:
+        """A new step."""
+        self.has_started = self.is_open = False
+
+    def open(self, *, split: bool) -> None:
+        """The stage's last backward begins: a whole one, or its weight part, in which autograd adds nothing more."""
+        self.is_open = True
+        for watch in self._watches:
+            watch.open(split)
+        self.num_missing = sum(not watch.is_complete for watch in self._watches)
+        self._tell()
+
+    def one_less(self) -> None:
+        """Another parameter is complete."""
+        self.num_missing -= 1
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.num_missing == 0 and self.has_learned and self.can_be_told:
+            self.ready()
+
+    def close(self) -> None:
+        """The last backward has ended."""
+        self.is_open = False
+        for watch in self._watches:
+            self.can_be_told = self.can_be_told and not watch.is_unsure
+            watch.learn()
+        self.has_learned = True
+
+
+class _Watch:
+    """One parameter's additions."""
+
+    def __init__(self, bucket: Readiness, parameter: nn.Parameter) -> None:
+        self._bucket, self._parameter = bucket, parameter
+        self._expected = self._num = 0
+        """Additions in the last backward."""
+        self._by_hand = self._is_odd = False
+        self._seen: tuple[torch.Tensor | None, int] = None, 0
+        self.is_complete = False
+        parameter.on_gradient = self._told  # type: ignore[attr-defined]
+        hooks = parameter._post_accumulate_grad_hooks
+        if not hooks or autograd_was_there not in hooks.values():
+            parameter.register_post_accumulate_grad_hook(autograd_was_there)  # type: ignore[no-untyped-call]
+
+    def open(self, split: bool) -> None:
+        self._num = 0
+        self._seen = self._now()
+        self.is_complete = split and not self._by_hand and self._parameter.grad is not None
+
+    def _told(self, by_hand: bool) -> None:
+        bucket = self._bucket
+        if by_hand:
+            self._by_hand = True
+        elif self._parameter.grad is None:  # autograd came, but the gradient is still to be added by somebody else
+            self._is_odd = True
+        if bucket.has_started:
+            raise InvalidCall(self._too_often())
+        if not bucket.is_open:
+            return
+        self._num += 1
+        if not bucket.has_learned:
+            self._seen = self._now()
+        elif self._num == self._expected and not self.is_complete:
+            self.is_complete = True
+            bucket.one_less()
+
+    def _now(self) -> tuple[torch.Tensor | None, int]:
+        gradient = self._parameter.grad
+        return gradient, 0 if gradient is None else gradient._version
+
+    @property
+    def is_unsure(self) -> bool:
+        """Whether the gradient changes without a word."""
+        if self._bucket.has_learned:
+            return self._is_odd
+        (seen, version), (gradient, now) = self._seen, self._now()
+        return self._is_odd or seen is not gradient or version != now
+
+    def learn(self) -> None:
+        self._expected = max(self._expected, self._num)
+        self._seen = None, 0
+
+    def _too_often(self) -> str:
+        shape = tuple(self._parameter.shape)
+        return (
+            f"stage {self._bucket.stage}: a parameter {shape} is added to {self._num + 1} times in the step's last "
+            f"backward, but {self._expected} times in those before, and its bucket is already being reduced. Have the "
+            "model use it equally often in every step."
+        )

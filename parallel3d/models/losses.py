@@ -1,0 +1,128 @@
+"""The loss of a step: sums over what is counted, so that a mean over the whole batch is exact however it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional
+
+from parallel3d.config.import_factory import load_factory
+from parallel3d.tensor.vocabulary import IGNORED, cross_entropy_sum
+from runtime.errors import InvalidCall
+
+Sum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Of the output and the target: the losses added up."""
+
+
+Whole = Callable[[Any], Any]
+
+
+class StepLoss(Protocol):
+    """What is added up, and how many there are of it."""
+
+    def __call__(self, output: Any, target: Any) -> torch.Tensor:
+        """The sum over one microbatch."""
+
+    def count(self, targets: torch.Tensor) -> float | None:
+        """How many there are, before anything is computed; None where only the loss function knows."""
+
+    def counted(self) -> float:
+        """How many there were in the calls since the last time."""
+
+
+class CrossEntropy:
+    """Over targets that are not ignored."""
+
+    def __init__(self, total: Sum = cross_entropy_sum) -> None:
+        self._total = total
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if output.shape[:-1].numel() != target.numel():
+            raise InvalidCall(
+                f"model.loss = cross_entropy: the model gives {tuple(output.shape)}, the last for the classes, so the "
+                f"target must be {tuple(output.shape[:-1])} class numbers, but is {tuple(target.shape)}."
+            )
+        return self._total(output, target)
+
+    def count(self, targets: torch.Tensor) -> float:
+        return float((targets != IGNORED).sum())
+
+    def counted(self) -> float:
+        return 0.0  # known before
+
+
+class SquaredError:
+    """The mean over each sample's numbers, added up over samples."""
+
+    def __init__(self, whole: Whole) -> None:
+        self._whole = whole
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        output = self._whole(output)
+        if output.shape != target.shape:
+            raise InvalidCall(
+                f"model.loss = mse: the model gives {tuple(output.shape)}, but the target is {tuple(target.shape)}."
+            )
+        return functional.mse_loss(output, target, reduction="mean") * len(target)
+
+    def count(self, targets: torch.Tensor) -> float:
+        return float(len(targets))
+
+    def counted(self) -> float:
+        return 0.0
+
+
+class OwnLoss:
+    """A function of the user's own, of (output, target): a mean over its samples, or (sum, count)."""
+
+    def __init__(self, name: str, whole: Whole) -> None:
+        self._name, self._function, self._whole = name, load_factory("model.loss", name), whole
+        self._counted = 0.0
+
+    def __call__(self, output: Any, target: Any) -> torch.Tensor:
+        output = self._whole(output)
+        found = self._function(output, target)
+        total, count = found if isinstance(found, tuple) else (found * len(target), len(target))
+        if not isinstance(total, torch.Tensor) or total.dim():
+            raise InvalidCall(
+                f"model.loss = {self._name} gives {_shape(total)}; a mean over the samples, or (sum, count), is "
+                "needed, where mean and sum are tensors of a single number."
+            )
+        learns = isinstance(output, torch.Tensor) and output.requires_grad
+        if learns and not total.requires_grad and float(count):  # where nothing counts, a plain zero is as good
+            raise InvalidCall(
+                f"model.loss = {self._name} gives a tensor that no gradient leads back from: nothing would be learned. "
+                "Look for .detach(), .item(), torch.no_grad() or torch.tensor(...) in it."
+            )
+        self._counted += float(count)
+        return total
+
+    def count(self, targets: torch.Tensor) -> None:
+        return None
+
+    def counted(self) -> float:
+        counted, self._counted = self._counted, 0.0
+        return counted
+
+
+def per_one(counted: float) -> float:
+    """What makes a sum the mean over what was counted in it, which may be a fraction. Where nothing was, the sum is 0
+    and stays so."""
+    return 1.0 / counted if counted > 0 else 1.0
+
+
+def _shape(value: object) -> str:
+    return f"a tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+
+
+def make_loss(name: str, cross_entropy: Sum = cross_entropy_sum, whole: Whole = lambda output: output) -> StepLoss:
+    """`cross_entropy`, `mse` or a function of the user's own.
+
+    cross_entropy: that of outputs that may be cut.
+    whole: puts such an output together, for the others.
+    """
+    if name == "cross_entropy":
+        return CrossEntropy(cross_entropy)
+    return SquaredError(whole) if name == "mse" else OwnLoss(name, whole)

@@ -1,0 +1,1 @@
+"""The optimizer step over the mesh: norm, clip, update, learning rate."""

@@ -1,0 +1,104 @@
+"""What is found out about a run before its ranks start: whether it can be built, cut and fed as configured."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from parallel3d.config.errors import ConfigProblems, Place, problem_of_key
+from parallel3d.config.sections import GptModel, LlamaModel, RunConfig
+from parallel3d.runs.record import ModelFacts
+from runtime.errors import ConfigError, InvalidCall
+
+if TYPE_CHECKING:
+    from parallel3d.planning.blueprint import Blueprint
+
+
+Locate = Callable[[str], Place]
+"""Where the value of a key stands, as errors name it; of "" the file."""
+
+
+def nowhere(key: str) -> Place:
+    """For a configuration that came from no file."""
+    return Place("")
+
+
+def check_before_start(config: RunConfig, locate: Locate = nowhere, num_local: int | None = None) -> ModelFacts:
+    """Build the pipeline's table, the model without memory, its tensor plan and its dataset, and find its loss.
+
+    locate: how errors name places. num_local: ranks on this host, if not all of them.
+    Raises ConfigError, which names the key at fault.
+    """
+    with _naming(locate):
+        return _check(config, config.world_size if num_local is None else num_local)
+
+
+def draw_before_start(config: RunConfig, locate: Locate = nowhere) -> Blueprint:
+    """The run as it will be, without memory for its model. Raises ConfigError, as above."""
+    with _naming(locate):
+        return _drawn(config)
+
+
+@contextlib.contextmanager
+def placing(locate: Locate) -> Iterator[None]:
+    """Problems in here name their place in the file."""
+    try:
+        yield
+    except ConfigProblems as error:
+        problems = [each if each.place.source else replace(each, place=locate(each.path)) for each in error.problems]
+        raise ConfigProblems(problems) from error
+
+
+@contextlib.contextmanager
+def _naming(locate: Locate) -> Iterator[None]:
+    """Errors in here name the file, and their place in it."""
+    try:
+        with placing(locate):
+            yield
+    except InvalidCall as error:
+        raise ConfigError(f"{locate('')}  {error}") from error
+
+
+def _drawn(config: RunConfig) -> Blueprint:
+    from parallel3d.planning.blueprint import draw, table_of  # torch takes seconds
+
+    try:
+        table_of(config)
+    except InvalidCall as error:
+        raise problem_of_key("pipeline.schedule", config.pipeline.schedule, str(error)) from error
+    return draw(config)
+
+
+def _check(config: RunConfig, num_local: int) -> ModelFacts:
+    from parallel3d.data import make_dataset
+    from parallel3d.models.losses import make_loss
+
+    _check_devices(config.comm.backend, num_local)
+    model = _drawn(config).model
+    make_loss(config.model.loss)
+    make_dataset(config)
+    parameters = sum(parameter.numel() for parameter in model.whole.parameters())
+    return ModelFacts(parameters, flops_per_token(config, parameters))
+
+
+def _check_devices(backend: str, num_local: int) -> None:
+    """Counting them does not take them into use."""
+    if backend != "nccl":
+        return
+    import torch
+
+    found = torch.cuda.device_count() if torch.distributed.is_nccl_available() else 0
+    if found < num_local:
+        have = f"there {'are' if found > 1 else 'is'} {found}" if found else "there is none, or torch has no NCCL"
+        message = f"each rank needs a CUDA device, {num_local} of them on this host: {have}."
+        raise problem_of_key("comm.backend", backend, message, "Set it to auto or gloo, or start fewer ranks here.")
+
+
+def flops_per_token(config: RunConfig, parameters: int) -> float:
+    """Forward and backward: 6 operations a parameter, and for attention 12 times layers, width and sequence."""
+    attention = 0
+    if isinstance(config.model, GptModel | LlamaModel):
+        attention = 12 * config.model.args.layers * config.model.args.width * config.sequence
+    return 6.0 * parameters + attention

@@ -1,0 +1,1 @@
+"""Tensor parallelism: plans, shards, and the layers that are cut over ranks."""

@@ -1,0 +1,188 @@
+"""What a rank's steps took, and what for, as far as the rank alone can tell."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from monitoring.analysis.totals import WARM_UP
+from monitoring.events.time_parts import MEANINGS, NO_TIME, TimeParts, mean_of
+from parallel3d.pipeline.executor import Timed
+from parallel3d.pipeline.schedules.actions import Kind
+
+_LATEST = 1000  # steps that performance is about
+_RECEIVES = (Kind.RECV_F, Kind.RECV_B)
+_SENDS = (Kind.SEND_F, Kind.SEND_B)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainStep:
+    """One step. What is the whole mesh's is the same on every rank."""
+
+    step: int
+    """From 0."""
+    loss: float
+    """The mean over the whole batch."""
+    grad_norm: float
+    """Of all gradients of the mesh together, before they were clipped."""
+    learning_rate: float
+    tokens: int
+    """Targets of the whole batch."""
+    seconds: float
+    data_seconds: float
+    """How long this rank waited for its batch before the step."""
+    reduce_seconds: float
+    """From the last action to the end of the gradients' reduction, and before the first action, where replicas tell
+    each other how much their parts of the batch count."""
+    optimizer_seconds: float
+    """Without `meet_seconds`."""
+    tensor_seconds: float
+    """How long this rank waited for its tensor-parallel peers."""
+    actions: tuple[Timed, ...]
+    """This rank's, in order."""
+    meet_seconds: float = 0.0
+    """How long this rank waited for all others' share of the norm."""
+    core_wait_seconds: float = 0.0
+    """How long forwards and backwards had to wait for a core. 0 where that is not measured."""
+    began: float = 0.0
+    """The end of the step before, in seconds of time.monotonic."""
+    ended: float = 0.0
+    all_reduce_bandwidth: float | None = None
+    """Bus bandwidth in 10⁹ bytes a second: of the gradients' reduction; with a single replica, of what tensor-parallel
+    ranks added up. None where nothing was."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def pipeline_seconds(self) -> float:
+        """How long this rank waited for other stages, and did nothing meanwhile."""
+        return sum(each.end - each.start - each.cpu for each in self.actions if each.action.kind in _RECEIVES)
+
+    @property
+    def transfer_seconds(self) -> float:
+        """How long it sent."""
+        return sum(each.end - each.start for each in self.actions if each.action.kind in _SENDS)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Forward and backward with a core, weight gradients that were computed while a message was waited for too."""
+        done = sum(each.end - each.start for each in self.actions if each.action.is_compute)
+        meanwhile = sum(each.cpu for each in self.actions if each.action.kind in _RECEIVES)
+        return done + meanwhile - self.tensor_seconds - self.core_wait_seconds
+
+    @property
+    def bubble(self) -> float:
+        """The share of its column's time in which this rank neither computed nor sent."""
+        if not self.actions:
+            return 0.0
+        span = self.actions[-1].end - self.actions[0].start
+        return self.pipeline_seconds / span if span > 0 else 0.0
+
+    def parts(self, seconds: float) -> TimeParts:
+        """Where so many seconds went that this step is the most of; the rest is `other`.
+
+        A rank alone can't tell whether another one came late or the schedule has it so: all waits for other stages are
+        `bubble`, those for replicas `dp_comm`, for tensor-parallel ranks `tp_comm`, and `straggler` is 0. The run's
+        metrics, made from all ranks' events, do tell.
+        """
+        is_pipelined = any(each.action.kind in _RECEIVES for each in self.actions)
+        known = {
+            "compute": self.compute_seconds,
+            "tp_comm": self.tensor_seconds,
+            "pp_comm": self.transfer_seconds,
+            "dp_comm": self.reduce_seconds,
+            "bubble": self.pipeline_seconds + (self.meet_seconds if is_pipelined else 0.0),
+            "data": self.data_seconds,
+            "optimizer": self.optimizer_seconds + (0.0 if is_pipelined else self.meet_seconds),
+        }
+        return TimeParts.of({**known, "other": seconds - sum(known.values())})
+
+
+def core_wait(actions: Sequence[Timed]) -> float:
+    """How long computing waited for a core, where the processor computes."""
+    computed = [each for each in actions if each.action.is_compute]
+    return sum(max(0.0, each.end - each.start - each.waited - each.cpu) for each in computed)
+
+
+class _Times(NamedTuple):
+    """What is kept of a step: a run may have millions."""
+
+    seconds: float
+    """The wait for data included."""
+    tokens: int
+    bubble: float
+    parts: TimeParts
+
+
+class Performance:
+    """Of one rank's latest steps; the run's first ones are left out."""
+
+    def __init__(self, parameters: int) -> None:
+        self.parameters = parameters
+        """Numbers that this rank trains."""
+        self.num_steps = 0
+        self.total = NO_TIME
+        """Where the time of all steps went, the first ones included."""
+        self._steps: deque[_Times] = deque(maxlen=_LATEST)
+
+    def add(self, step: TrainStep) -> None:
+        """Made by the coordinator."""
+        if self.num_steps == WARM_UP:
+            self._steps.clear()
+        self.num_steps += 1
+        seconds = step.seconds + step.data_seconds
+        parts = step.parts(seconds)
+        self.total += parts
+        self._steps.append(_Times(seconds, step.tokens, step.bubble, parts))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The whole mesh's."""
+        seconds = sum(step.seconds for step in self._steps)
+        return sum(step.tokens for step in self._steps) / seconds if seconds else 0.0
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a typical step."""
+        return median(step.seconds for step in self._steps) if self._steps else 0.0
+
+    @property
+    def bubble(self) -> float:
+        return fmean(step.bubble for step in self._steps) if self._steps else 0.0
+
+    def parts(self) -> dict[str, float]:
+        """Where the seconds of an average step went, by the names that metrics have, as this rank sees it (see
+        `TrainStep.parts`); they add up to it."""
+        return (mean_of([step.parts for step in self._steps]) if self._steps else NO_TIME).to_json()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "steps": self.num_steps,
+            "tokens_per_second": self.tokens_per_second,
+            "step_seconds": self.step_seconds,
+            "bubble": self.bubble,
+            "parameters": self.parameters,
+            "seconds": self.parts(),
+        }
+
+    def report(self) -> str:
+        """For people."""
+        if not self._steps:
+            return "no step was made yet"
+        parts = {name: seconds for name, seconds in self.parts().items() if seconds}
+        total = sum(parts.values())
+        lines = [
+            f"{self.num_steps} steps, {1e3 * self.step_seconds:.1f} ms each (median), "
+            f"{self.tokens_per_second:,.0f} tokens/s, bubble {100 * self.bubble:.1f} %",
+            *(
+                f"{name:<10}{1e3 * part:9.2f} ms {100 * part / total:6.1f} %  {MEANINGS[name]}"
+                for name, part in parts.items()
+            ),
+        ]
+        return "\n".join(lines)

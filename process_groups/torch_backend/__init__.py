@@ -1,0 +1,1 @@
+"""Collectives and messages through torch.distributed: gloo and NCCL."""

@@ -1,0 +1,1 @@
+"""The gradient server: workers join over TCP, and their gradients are averaged."""

@@ -1,0 +1,1 @@
+"""A worker of the gradient server: its connection, its turn, its retries."""

@@ -1,0 +1,135 @@
+"""Who may join a gradient server: both ends prove that they know the run's token, and never send it. Sans-io.
+
+worker                          server
+Hello(nonce, node_id, …)   →                       nonce: the worker's, 16 bytes
+                           ←    Challenge(nonce)   the server's, 32 bytes, of this connection alone
+Proof(HMAC)                →                       over "worker", the server's nonce and the whole Hello
+                           ←    Welcome(HMAC)      over "server" and the same
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+
+from runtime.errors import ConfigError
+from runtime.gradient_server.wire.messages import VERSION, Challenge, Hello, Proof, Reason, Welcome, WireError, encode
+
+LEAST_TOKEN_BYTES = 16
+_MOST_TOKEN_BYTES = 4096
+_REMEMBERED = 4096  # joins: more than workers come back in a run, in half a MiB
+_MOST_NAME_CHARACTERS = 255
+_REMEDY = "Write a new one: (umask 077; openssl rand -hex 24 > FILE)"
+
+
+def read_token(path: str) -> bytes:
+    """The token that a file holds. ConfigError where it cannot be read, is one to be guessed, or is open to all."""
+    try:
+        with open(path, "rb") as file:
+            is_open_to_all = os.fstat(file.fileno()).st_mode & stat.S_IROTH
+            token = file.read(_MOST_TOKEN_BYTES + 1).strip()
+    except OSError as error:
+        raise ConfigError(f"{path}: the token can't be read: {error.strerror}.") from error
+    if is_open_to_all:
+        raise ConfigError(f"{path}: everybody on this host can read the token. chmod 600 {path}")
+    if not LEAST_TOKEN_BYTES <= len(token) <= _MOST_TOKEN_BYTES:
+        size = f"{LEAST_TOKEN_BYTES} to {_MOST_TOKEN_BYTES} bytes"
+        raise ConfigError(f"{path}: a token has {size}, and this one has {len(token)}. {_REMEDY}")
+    return token
+
+
+def worker_proof(token: bytes, server_nonce: bytes, hello: Hello) -> bytes:
+    """What a worker answers to a challenge."""
+    return _mac(token, b"worker", server_nonce, hello)
+
+
+def server_proof(token: bytes, server_nonce: bytes, hello: Hello) -> bytes:
+    """What a server shows in its welcome."""
+    return _mac(token, b"server", server_nonce, hello)
+
+
+def _mac(token: bytes, who: bytes, server_nonce: bytes, hello: Hello) -> bytes:
+    """Label and nonce have a fixed size, so that no two inputs are the same bytes."""
+    said = b"parallel3d gradient " + who + server_nonce + encode(hello)
+    return hmac.digest(token, said, hashlib.sha256)
+
+
+def check_node_id(node_id: str) -> None:
+    """That it can be shown in logs and errors, of either version. WireError: bad_text."""
+    if not node_id.isprintable() or not 1 <= len(node_id) <= _MOST_NAME_CHARACTERS:
+        size = f"1 to {_MOST_NAME_CHARACTERS} printable characters"
+        raise WireError(Reason.BAD_TEXT, f"{node_id[:40]!r} is no name for a worker, which has {size}.")
+
+
+class JoinsSeen:
+    """Workers' nonces of joins that were proven: of all connections of a server, and the oldest are forgotten."""
+
+    def __init__(self, most: int = _REMEMBERED) -> None:
+        self._most = most
+        self._nonces: dict[bytes, None] = {}
+
+    def __contains__(self, nonce: bytes) -> bool:
+        return nonce in self._nonces
+
+    def add(self, nonce: bytes) -> None:
+        self._nonces[nonce] = None
+        if len(self._nonces) > self._most:
+            del self._nonces[next(iter(self._nonces))]
+
+
+class Admission:
+    """The server's side of one connection's join; its challenge is good for one proof."""
+
+    def __init__(self, token: bytes, seen: JoinsSeen) -> None:
+        self._token, self._seen = token, seen
+        self._hello: Hello | None = None
+        self._nonce: bytes | None = None
+
+    def challenge(self, hello: Hello) -> Challenge:
+        """The answer to a worker's first words. WireError: version_refused, bad_text, already_joined, replayed."""
+        check_node_id(hello.node_id)
+        if hello.version != VERSION:
+            raise WireError(Reason.VERSION_REFUSED, f"{hello.node_id!r} speaks {hello.version}, this server {VERSION}.")
+        if self._hello is not None:
+            raise WireError(Reason.ALREADY_JOINED, f"{hello.node_id!r} says Hello again.")
+        if hello.nonce in self._seen:
+            raise WireError(Reason.REPLAYED, f"{hello.node_id!r} joined with this nonce before.")
+        self._hello, self._nonce = hello, secrets.token_bytes(32)
+        return Challenge(self._nonce)
+
+    def check(self, proof: Proof) -> tuple[Hello, bytes]:
+        """Who has joined, and the mac of its Welcome. WireError: not_joined, replayed, bad_token."""
+        hello, nonce, self._nonce = self._hello, self._nonce, None
+        if hello is None:
+            raise WireError(Reason.NOT_JOINED, "Proof before Hello.")
+        if nonce is None or hello.nonce in self._seen:
+            raise WireError(Reason.REPLAYED, f"{hello.node_id!r} has used its challenge up.")
+        if not hmac.compare_digest(proof.mac, worker_proof(self._token, nonce, hello)):
+            raise WireError(Reason.BAD_TOKEN, f"{hello.node_id!r} has another token than this server.")
+        self._seen.add(hello.nonce)
+        return hello, server_proof(self._token, nonce, hello)
+
+
+class Application:
+    """The worker's side of one connection's join."""
+
+    def __init__(self, token: bytes, node_id: str, *, step: int = 0, has_state: bool = False) -> None:
+        self._token, self._nonce = token, b""
+        self.hello = Hello(VERSION, node_id, secrets.token_bytes(16), step, has_state)
+        """To be sent first."""
+
+    def prove(self, challenge: Challenge) -> Proof:
+        """The answer to the server's challenge."""
+        if self._nonce:
+            raise WireError(Reason.UNEXPECTED, "a second Challenge.")
+        self._nonce = challenge.nonce
+        return Proof(worker_proof(self._token, challenge.nonce, self.hello))
+
+    def check(self, welcome: Welcome) -> None:
+        """That the server knows the token too. WireError: bad_token."""
+        expected = server_proof(self._token, self._nonce, self.hello) if self._nonce else b""
+        if not hmac.compare_digest(welcome.mac, expected):
+            raise WireError(Reason.BAD_TOKEN, "the server has another token than this worker.")

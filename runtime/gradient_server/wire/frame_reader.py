@@ -1,0 +1,354 @@
+"""Bytes in, messages and pieces of long vectors out: sans-io, and it holds next to nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy
+import xxhash
+
+from runtime.gradient_server.wire.fields import Layout
+from runtime.gradient_server.wire.frame_rules import MOST, Side, check_tag
+from runtime.gradient_server.wire.messages import (
+    LAYOUTS,
+    LENGTH_BYTES,
+    MAX_CHUNK,
+    MAX_FRAME,
+    MAX_FRAME_V1,
+    MAX_SMALL,
+    AveragedBlockGradient,
+    AveragedGradient,
+    AveragedNonBlockGradient,
+    BlockGradientPayload,
+    Bytes,
+    Chunk,
+    Codec,
+    GradientPayload,
+    Message,
+    NonBlockGradientPayload,
+    Reason,
+    WireError,
+    checksum,
+    decode,
+    item_bytes,
+    unpack,
+)
+
+VectorMessages: TypeAlias = (
+    GradientPayload
+    | AveragedGradient
+    | BlockGradientPayload
+    | AveragedBlockGradient
+    | NonBlockGradientPayload
+    | AveragedNonBlockGradient
+    | Chunk
+)
+
+
+@dataclass(frozen=True, slots=True)
+class VectorBegins:
+    """head: the message with an empty vector; fields that stand behind the vector are 0 as yet."""
+
+    head: VectorMessages
+    count: int
+    num_bytes: int
+    item_bytes: int
+    """Of one element; 0 where there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class VectorPiece:
+    """Whole elements. `data` is valid only until the next item."""
+
+    offset_bytes: int
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class VectorEnds:
+    """message: all fields but the vector. A chunk's checksum was right."""
+
+    message: VectorMessages
+
+
+Item: TypeAlias = Message | VectorBegins | VectorPiece | VectorEnds
+Items: TypeAlias = Sequence[Item]
+
+
+_NO_VECTOR: Any = numpy.empty(0, "<f4")
+_ITEM_V1 = 4
+
+
+class FrameReader:
+    """One connection's frames. What is wrong raises WireError, then and whenever it is fed again.
+
+    length │ tag │ body                                    a small message, held until it is whole
+    length │ tag │ head │ vector … │ tail                  a vector's bytes are handed on as they come
+    length │ tag │ head │ packed                           a packed chunk, held, then unpacked
+    """
+
+    __slots__ = (
+        "_error",
+        "_hash",
+        "_head",
+        "_head_bytes",
+        "_held",
+        "_is_first",
+        "_item_bytes",
+        "_layout",
+        "_left",
+        "_length",
+        "_max_frame",
+        "_need",
+        "_offset",
+        "_side",
+        "_stage",
+        "_target",
+        "_version",
+        "_versions",
+    )
+
+    def __init__(
+        self, side: Side = Side.SERVER, *, versions: Collection[int] = (1, 2), max_frame: int = MAX_FRAME_V1
+    ) -> None:
+        """versions: those that may join. max_frame: the most that any frame may have, if less than the protocol's."""
+        self._side, self._versions, self._max_frame = side, frozenset(versions), max_frame
+        self._version: int | None = None
+        self._error: tuple[Reason, str] | None = None
+        self._is_first = True
+        self._held = bytearray()
+        self._left = 0  # bytes of the vector that are still to come
+        self._offset = self._item_bytes = self._head_bytes = 0
+        self._hash: xxhash.xxh3_64 | None = None
+        self._target: memoryview | None = None
+        """Where the rest of the vector is written to, instead of being handed on."""
+        self._head: Any = None
+        self._layout: Layout
+        # Plain functions: bound methods in the reader would be circles of references, in each of 1,000 readers.
+        self._stage: Callable[[FrameReader], Iterable[Item]]
+        self._next_frame()
+
+    def joined(self, version: int) -> None:
+        """From now on frames of this version are taken, up to its limits, and no joins."""
+        self._version = version
+
+    @property
+    def version(self) -> int | None:
+        """None before the join."""
+        return self._version
+
+    @property
+    def is_mid_frame(self) -> bool:
+        """Whether a part of a frame has come, and its end has not."""
+        return self._stage is not FrameReader._on_length or bool(self._held)
+
+    def receive_into(self, target: memoryview) -> None:
+        """All bytes of the vector that has just begun are to be written there; no pieces of it are handed out."""
+        assert len(target) == self._left
+        self._target = target
+
+    @property
+    def room(self) -> memoryview | None:
+        """Where the next bytes may be written to: then say so by `wrote`, instead of feeding them."""
+        return self._target if self._left else None
+
+    @property
+    def num_wanted(self) -> int:
+        """Bytes up to where the next vector begins, if it comes next and its head is as long as this one's; else those
+        that are needed before anything can be made of them."""
+        return self._left + self._need + self._head_bytes if self._left else self._need - len(self._held)
+
+    @property
+    def num_split(self) -> int:
+        """Bytes of an element whose rest is still to come."""
+        return len(self._held) if self._left else 0
+
+    def take_split(self) -> bytes:
+        """Those bytes, to be fed again in front of the rest; then they make no piece of their own."""
+        split = bytes(self._held[: self.num_split])
+        if split:
+            self._held.clear()
+            self._left += len(split)
+        return split
+
+    def feed(self, data: Bytes) -> Iterator[Item]:
+        """What these bytes complete. To be exhausted before the data's memory is used again."""
+        return self._keeping_errors(self._after_split(memoryview(data)))
+
+    def wrote(self, num_bytes: int) -> Iterator[Item]:
+        """What is complete with so many bytes that were written to `room`."""
+        return self._keeping_errors(self._written(num_bytes))
+
+    def _keeping_errors(self, items: Iterator[Item]) -> Iterator[Item]:
+        if self._error is not None:
+            raise WireError(*self._error)
+        try:
+            yield from items
+        except WireError as error:
+            self._error = (error.reason, error.detail)  # not itself: its traceback holds on to the data
+            self._held, self._head, self._target = bytearray(), None, None
+            raise
+
+    def _after_split(self, data: memoryview) -> Iterator[Item]:
+        """As `_items`, but where an element is split, it is a piece of its own: to put it in front of the data, all of
+        that would be copied."""
+        if self.num_split:
+            missing = self._item_bytes - self.num_split
+            yield from self._items(memoryview(self.take_split() + bytes(data[:missing])))
+            data = data[missing:]
+        yield from self._items(data)
+
+    def _items(self, data: memoryview) -> Iterator[Item]:
+        at, end, held = 0, len(data), self._held
+        while at < end:
+            if self._left:
+                begin, at = at, min(end, at + self._left)
+                if self._target is None:
+                    self._left -= at - begin
+                    yield from self._pieces(data[begin:at])
+                else:
+                    self._target[: at - begin] = data[begin:at]
+                    self._count_written(at - begin)
+            else:
+                begin, at = at, min(end, at + self._need - len(held))
+                held += data[begin:at]
+            while not self._left and len(held) >= self._need:
+                yield from self._stage(self)
+
+    def _written(self, num_bytes: int) -> Iterator[Item]:
+        self._count_written(num_bytes)
+        while not self._left and len(self._held) >= self._need:
+            yield from self._stage(self)
+
+    def _count_written(self, num_bytes: int) -> None:
+        assert self._target is not None
+        if self._hash is not None:
+            self._hash.update(self._target[:num_bytes])
+        self._target = self._target[num_bytes:]
+        self._left -= num_bytes
+
+    def _pieces(self, data: memoryview) -> Items:
+        """Whole elements of the vector's next bytes; a split one is held until its rest comes."""
+        num_split = len(data) % self._item_bytes
+        if num_split:
+            self._held += data[-num_split:]
+            data = data[:-num_split]
+        if not data:
+            return ()
+        if self._hash is not None:
+            self._hash.update(data)
+        offset, self._offset = self._offset, self._offset + len(data)
+        return (VectorPiece(offset, data),)
+
+    def _next_frame(self) -> None:
+        self._held.clear()
+        self._head = self._hash = self._target = None
+        self._need, self._stage = LENGTH_BYTES, FrameReader._on_length
+
+    def _on_length(self) -> Items:
+        length = int.from_bytes(self._held, "big")
+        if length == 0:
+            raise WireError(Reason.EMPTY)
+        if self._is_first and length > MAX_FRAME_V1:
+            raise WireError(Reason.NOT_A_FRAME, f"it begins with {bytes(self._held)!r}.")
+        self._check_length(length, MOST[self._version])
+        self._is_first = False
+        self._held.clear()
+        self._length, self._need, self._stage = length, 1, FrameReader._on_tag
+        return ()
+
+    def _check_length(self, length: int, most: int) -> None:
+        most = min(most, self._max_frame)
+        if length > most:
+            raise WireError(Reason.TOO_LONG, f"a frame of {length} bytes, of at most {most}.")
+
+    def _on_tag(self) -> Items:
+        tag = self._held[0]
+        check_tag(tag, self._side, self._version, self._versions)
+        self._check_length(self._length, MAX_FRAME[tag])
+        self._layout = LAYOUTS[tag]
+        if self._layout.streamed is None:
+            self._need, self._stage = self._length, FrameReader._on_body
+        else:
+            self._stage = FrameReader._on_head
+            self._find_head()
+        return ()
+
+    def _on_body(self) -> Items:
+        message = decode(bytes(self._held))
+        self._next_frame()
+        return (message,)
+
+    def _find_head(self) -> None:
+        """How many bytes come before the vector, as far as is known."""
+        self._need = self._layout.head_bytes(self._held, 1)
+        if self._need > self._length:
+            raise WireError(Reason.TRUNCATED, f"{self._layout.kind.__name__} of {self._length} bytes.")
+        if self._need > MAX_SMALL:
+            raise WireError(Reason.TOO_LONG, f"{self._need} bytes before a vector, of at most {MAX_SMALL}.")
+
+    def _on_head(self) -> Items:
+        self._find_head()
+        if len(self._held) < self._need:
+            return ()
+        values, count = self._layout.take_head(bytes(self._held))
+        num_bytes = self._length - self._need
+        self._head_bytes = LENGTH_BYTES + self._need
+        self._held.clear()
+        return self._begin_chunk(values, num_bytes) if count is None else self._begin_vector(values, count, num_bytes)
+
+    def _begin_vector(self, values: list[Any], count: int, num_bytes: int) -> Items:
+        expected = count * _ITEM_V1 + self._layout.tail_bytes
+        if expected != num_bytes:
+            reason = Reason.TRUNCATED if expected > num_bytes else Reason.TRAILING
+            raise WireError(reason, f"{self._layout.kind.__name__} of {count} elements in {self._length} bytes.")
+        self._head = self._layout.kind(*values, _NO_VECTOR, *self._layout.no_tail)
+        return self._begin(count, count * _ITEM_V1, _ITEM_V1)
+
+    def _begin_chunk(self, values: list[Any], num_bytes: int) -> Items:
+        head: Chunk = self._layout.kind(*values, b"")
+        self._head = head
+        if head.codec is Codec.NONE:
+            self._hash = xxhash.xxh3_64()
+            return self._begin(head.count, num_bytes, item_bytes(head.count, num_bytes))
+        if num_bytes > MAX_CHUNK:
+            raise WireError(Reason.TOO_LONG, f"a packed chunk of {num_bytes} bytes, of at most {MAX_CHUNK}.")
+        self._need, self._stage = num_bytes, FrameReader._on_packed
+        return ()
+
+    def _begin(self, count: int, num_bytes: int, size: int) -> Items:
+        self._left, self._offset, self._item_bytes = num_bytes, 0, size
+        self._need, self._stage = self._layout.tail_bytes, FrameReader._on_tail
+        return (VectorBegins(self._head, count, num_bytes, size),)
+
+    def _on_tail(self) -> Items:
+        message = self._head
+        if self._hash is not None:
+            _check_checksum(message, self._hash.intdigest())
+        else:
+            message = self._layout.with_tail(message, bytes(self._held))
+        self._next_frame()
+        return (VectorEnds(message),)
+
+    def _on_packed(self) -> Iterator[Item]:
+        head: Chunk = self._head
+        data = unpack(bytes(self._held), head.count)
+        size = item_bytes(head.count, len(data))
+        _check_checksum(head, checksum(data))
+        self._next_frame()
+        self._left = len(data)
+        yield VectorBegins(head, head.count, len(data), size)
+        target, self._target, self._left = self._target, None, 0
+        if target is not None:
+            target[:] = data
+        elif data:
+            yield VectorPiece(0, memoryview(data))
+        yield VectorEnds(head)
+
+
+def _check_checksum(head: Chunk, found: int) -> None:
+    if found != head.checksum:
+        where = f"part {head.part} from element {head.offset}"
+        raise WireError(Reason.BAD_CHECKSUM, f"{where}: {found:#018x}, not {head.checksum:#018x}.")

@@ -1,0 +1,1 @@
+"""Starting ranks on this host, supervising them, and ending them."""

@@ -1,0 +1,144 @@
+"""What a launch is told, how it ended, and its first act: starting the fork server. No event loop here."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import math
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from runtime.cores import threads_per_rank
+from runtime.errors import LaunchError
+from runtime.launch.failures import Failure, render, render_interrupted
+from runtime.launch.fork_client import HOME, ForkClient
+from runtime.launch.fork_server import Job
+from runtime.launch.output import open_logs
+from runtime.launch.script import Target
+
+RUN_ID = "PARALLEL3D_RUN_ID"
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSpec:
+    """All that a launch is told."""
+
+    target: Target
+    num_ranks: int
+    preload: tuple[str, ...] = ()
+    """Modules that are imported once, before the ranks are forked."""
+    before_script: str | None = None
+    """`module:function`, called in each rank before the script runs."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to this process's own environment."""
+    interrupt_grace: float = 10.0
+    """Seconds that ranks have to end after one Ctrl-C."""
+    start_timeout: float = 120.0
+    """Seconds from the start until the last rank is forked."""
+    log_dir: Path | None = None
+    with_prefix: bool = True
+    only: frozenset[int] | None = None
+    """Ranks shown on the console; None: all."""
+    stdout_to_stderr: bool = False
+    """What ranks print is not the launcher's own data."""
+
+    def check(self) -> None:
+        """Raise LaunchError that says what is wrong, before a process starts."""
+        if self.num_ranks < 1:
+            raise LaunchError(f"-n {self.num_ranks}: at least one rank is needed")
+        if not math.isfinite(self.interrupt_grace) or self.interrupt_grace < 0:
+            raise LaunchError(f"--grace {self.interrupt_grace}: seconds, 0 or more, are needed")
+        name = self.target.name
+        if self.target.is_module:
+            top = name.partition(".")[0]
+            if not _is_importable(top):
+                raise LaunchError(f"no module named {top!r} here or on the import path")
+        elif os.path.isdir(name):
+            raise LaunchError(f"{name} is a directory; name the script in it")
+        elif not os.path.exists(name):
+            raise LaunchError(f"there is no script {name} (seen from {os.getcwd()})")
+        elif not os.access(name, os.R_OK):
+            raise LaunchError(f"{name} can't be read: permission denied")
+
+
+def _is_importable(top: str) -> bool:
+    """As `python -m` finds it: from the current folder too, and by finders of packages installed for editing."""
+    if importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None:
+        return True
+    return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchResult:
+    """How a launch ended."""
+
+    run_id: str
+    exit_code: int
+    """0, or the root failure's, or 128 + n when signal n interrupted the launch."""
+    root: Failure | None
+    failures: tuple[Failure, ...]
+    interrupted_by: signal.Signals | None
+
+    @property
+    def report(self) -> str:
+        """For people: the root failure first; empty when all went well."""
+        if self.interrupted_by is not None:
+            return render_interrupted(self.interrupted_by, self.failures)
+        return render(self.root, self.failures) if self.root else ""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmServer:
+    """A fork server that is busy importing and does not know yet what for."""
+
+    run_id: str
+    server: ForkClient
+
+    def discard(self) -> None:
+        """It was not needed."""
+        self.server.close()
+        self.server.wait(10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A launch whose fork server is busy importing."""
+
+    spec: LaunchSpec
+    run_id: str
+    server: ForkClient
+    logs: tuple[int, ...]
+    """One file a rank, or none."""
+    store: int
+    """The file behind the ranks' rendezvous: in memory, so that nothing of it can stay."""
+
+
+def prepare(spec: LaunchSpec) -> tuple[int, ...]:
+    """Find everything wrong with the input before a process starts; returns the opened log files."""
+    spec.check()
+    return tuple(open_logs(spec.log_dir, spec.num_ranks)) if spec.log_dir else ()
+
+
+def warm_up(num_ranks: int, preload: tuple[str, ...], environment: Mapping[str, str]) -> WarmServer:
+    """Start the fork server: it takes the longest, so before all else."""
+    run_id = os.urandom(4).hex()
+    environment = {**environment, RUN_ID: run_id}
+    # libgomp reads it once, when torch is loaded.
+    environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank(num_ranks)))
+    return WarmServer(run_id, ForkClient(preload, environment))
+
+
+def start(spec: LaunchSpec, logs: tuple[int, ...], warm: WarmServer | None = None) -> Started:
+    """Tell a fork server, `warm` or a new one, what to run."""
+    try:
+        if warm is None:
+            warm = warm_up(spec.num_ranks, spec.preload, {**os.environ, **spec.environment})
+    except LaunchError:
+        for fd in logs:
+            os.close(fd)
+        raise
+    warm.server.give(Job(HOME, spec.before_script, spec.target))
+    return Started(spec, warm.run_id, warm.server, logs, os.memfd_create("parallel3d-store"))

@@ -1,1 +1,0 @@
-"""Ranks, launchers and servers that are killed."""

@@ -1,0 +1,382 @@
+"""A rank's part of a run, with ranks as tasks of one loop: what it tells, and that all ranks agree when to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import socket
+from base64 import b64decode
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+import parallel3d
+from monitoring.events.events import Axis, Event, What, unpack
+from monitoring.events.recorder import Recorder
+from parallel3d.runs import gathering
+from parallel3d.config import load_config
+from parallel3d.runs.event_sender import EventSender
+from parallel3d.runs.last_steps import KEPT, LastSteps
+from parallel3d.training.performance import TrainStep
+from parallel3d.runs.folder import RunFolder
+from parallel3d.runs.record import ModelFacts, RunRecord, Status
+from parallel3d.runs.monitor import RunWatch
+from parallel3d.runs.rank_loop import SupervisorOwner, train, used_memory
+from parallel3d.runs.torchrun_rank import RankOwner, gather_json
+from parallel3d.runs.commands import Wish, Wishes
+from runtime.control import LauncherControl, RankControl
+from runtime.cores import num_cores
+from runtime.errors import NonFiniteGradient
+from tests.support.stand_in import STAND_IN, StandIn
+
+
+def config_of(steps: int = 4, **overrides: Any):
+    return load_config(None, overrides={"parallel.dp": 2, "train.steps": steps, **overrides}, environ={})
+
+
+class Ear:
+    """An owner that keeps what it hears, and wishes something from a step on."""
+
+    def __init__(self, wishes: dict[int, Wish]) -> None:
+        self._wishes, self.wish, self.heard, self.is_behind = wishes, Wish(), [], False
+
+    def send(self, kind: str, **fields: object) -> None:
+        self.heard.append({"kind": kind, **json.loads(json.dumps(fields))})
+        if kind == "step":
+            self.wish = self._wishes.get(fields["step"], self.wish)
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [message for message in self.heard if message["kind"] == kind]
+
+    def events(self) -> list[Event]:
+        return events_in(self.of("events"))
+
+    def steps(self) -> list[int]:
+        """Of which there was an event."""
+        return [event.step for event in self.events() if event.what == What.STEP]
+
+
+def events_in(messages: Iterable[dict[str, Any]]) -> list[Event]:
+    return [event for message in messages for event in unpack(b64decode(message["data"]))]
+
+
+async def trained(steps: int, wishes: dict[int, Wish]) -> list[Ear]:
+    """Only rank 0's wishes count; the others wish to stop at once."""
+
+    async def main() -> Ear:
+        async with StandIn(config_of(steps)) as coordinator:
+            ear = Ear(wishes)
+            if coordinator.mesh.rank:
+                ear.wish = Wish(99, stops=True)
+            await train(coordinator, ear, LastSteps(coordinator.mesh, coordinator.recorder))
+            return ear
+
+    return await parallel3d.in_process(main, ranks=2)
+
+
+async def test_every_rank_tells_of_every_step():
+    first, second = await trained(4, {})
+    for ear in (first, second):
+        (ready,) = ear.of("ready")
+        assert (ready["device"], ready["parameters"]) == ("cpu", 6)
+        assert ear.of("memory")[-1]["bytes"] > 1 << 20
+        assert ear.of("memory")[-1]["kinds"] == {"weights": 24, "gradients": 24, "optimizer": 48}
+        assert ready["num_cores"] == num_cores()
+        assert ear.of("clock") == [{"kind": "clock", "offset": 0.0}]
+        assert ear.of("queue")[-1]["capacity"] == 2
+    assert [message["loss"] for message in first.of("step")] == [10.0, 9.0, 8.0, 7.0]
+    assert all(message["bandwidth"] > 0 for message in first.of("step"))
+    assert [message["step"] for message in first.of("step")] == [0, 1, 2, 3]
+    assert second.of("step") == [], "rank 0 speaks for all"
+    record = RunRecord(config_of())
+    for rank, ear in enumerate((first, second)):
+        for message in ear.heard:
+            record.take(rank, message)
+    assert (record.malformed, len(record.steps)) == (0, 4)
+
+
+async def test_the_events_of_every_step_are_told():
+    for ear in await trained(30, {}):
+        told = ear.events()
+        for what in (What.F, What.B, What.STEP):
+            assert [event.step for event in told if event.what == what] == list(range(30))
+        assert {event.axis for event in told if event.what == What.COLLECTIVE} == {Axis.DP, Axis.WORLD}
+        assert ear.of("events")[-1]["dropped"] == 0
+        wholes = [event.seconds for event in told if event.what == What.STEP]
+        assert [step["seconds"] for step in ear.of("step")] in ([], pytest.approx(wholes))
+
+
+async def test_events_are_told_also_when_a_step_fails(monkeypatch):
+    monkeypatch.setenv(STAND_IN, "raise 0 2")
+    ears = []
+
+    async def main() -> None:
+        async with StandIn(config_of()) as coordinator:
+            ears.append(Ear({}))
+            await train(coordinator, ears[-1], LastSteps(coordinator.mesh, coordinator.recorder))
+
+    with pytest.raises(ValueError, match="the model has an opinion"):
+        await parallel3d.in_process(main, ranks=2)
+    assert ears[0].steps() == [0, 1]
+
+
+class Exploding(StandIn):
+    """Of all ranks, each of which raises the same."""
+
+    async def train_step(self, batch: int) -> TrainStep:
+        if batch == 2:
+            raise NonFiniteGradient("the norm of the gradients is nan", ranks=(1,))
+        return await super().train_step(batch)
+
+
+async def test_a_gradient_that_is_not_finite_is_told_by_rank_0():
+    async def main() -> Ear:
+        async with Exploding(config_of()) as coordinator:
+            ear = Ear({})
+            with pytest.raises(NonFiniteGradient):
+                await train(coordinator, ear, LastSteps(coordinator.mesh, coordinator.recorder))
+            return ear
+
+    first, second = await parallel3d.in_process(main, ranks=2)
+    assert (first.of("nonfinite"), second.of("nonfinite")) == ([{"kind": "nonfinite", "step": 2}], [])
+
+
+async def test_all_ranks_stop_after_the_same_step():
+    first, second = await trained(50, {4: Wish(1, stops=True)})
+    assert [ear.steps() for ear in (first, second)] == [list(range(6))] * 2, "wished after step 4, agreed in step 5"
+    assert first.of("agreed") == [{"kind": "agreed", "number": 1, "step": 6, "learning_rate": None}]
+    assert second.of("agreed") == []
+
+
+async def test_a_learning_rate_counts_from_the_step_that_was_told():
+    wishes = {1: Wish(1, learning_rate=0.5), 4: Wish(2), 6: Wish(3, stops=True)}
+    first, _ = await trained(50, wishes)
+    assert [(told["step"], told["learning_rate"]) for told in first.of("agreed")] == [(3, 0.5), (6, None), (8, None)]
+    rates = [message["learning_rate"] for message in first.of("step")]
+    assert rates == [3e-4] * 3 + [0.5] * 3 + [3e-4] * 2
+
+
+async def test_wishes_of_one_rank_need_no_exchange():
+    async def main() -> list[Wish]:
+        async with parallel3d.mesh() as mesh:
+            wishes = Wishes(mesh)
+            found = []
+            for wish in (Wish(), Wish(1, learning_rate=0.1), Wish(2, True, 0.1)):
+                wishes.tell(wish)
+                found.append(await wishes.agreed())
+            return found
+
+    assert await parallel3d.in_process(main, ranks=1) == [[Wish(), Wish(1, learning_rate=0.1), Wish(2, True, 0.1)]]
+
+
+async def test_the_last_steps_are_kept():
+    async def main() -> list[str]:
+        async with StandIn(config_of(9)) as coordinator:
+            last = LastSteps(coordinator.mesh, coordinator.recorder)
+            assert list(last.spans()) == []
+            await train(coordinator, Ear({}), last)
+            return [span.name for span in last.spans()]
+
+    names = (await parallel3d.in_process(main, ranks=2))[0]
+    assert [name for name in names if name.startswith("step")] == [f"step {step}" for step in range(9 - KEPT, 9)]
+    assert names.count("0F0") == names.count("0B0") == KEPT
+    assert {"all_reduce dp", "broadcast world"} <= set(names)
+
+
+def test_memory_is_what_the_kernel_says():
+    assert used_memory(torch.device("cpu")) > 1 << 20
+
+
+# The owner at the other end of the control channel.
+
+
+@pytest.fixture
+def pair():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        yield LauncherControl(ours), RankControl(theirs.fileno())
+
+
+async def a_turn_of_the_loop() -> None:
+    """What has arrived is read then."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+async def test_what_the_supervisor_wishes_is_heard(pair):
+    launcher, rank = pair
+    owner = SupervisorOwner(rank)
+    launcher.send("wish", number=1, stops=False, learning_rate=0.5)
+    launcher.send("wish", number="x")
+    launcher.send("wish", number=2, stops=True, learning_rate=None)
+    await a_turn_of_the_loop()
+    assert owner.wish == Wish(2, True, None)
+    await owner.close()
+
+
+async def test_a_supervisor_that_is_gone_is_no_trouble(pair):
+    launcher, rank = pair
+    owner = SupervisorOwner(rank)
+    launcher.connection.close()
+    await a_turn_of_the_loop()
+    assert not rank.is_open
+    assert owner.wish == Wish()
+    asyncio.get_running_loop().remove_reader(rank.fd)
+
+
+async def test_a_busy_supervisor_misses_no_step(pair):
+    launcher, rank = pair
+    owner = SupervisorOwner(rank)
+    for step in range(3000):
+        owner.send("step", step=step, text="x" * 300)
+    assert rank.dropped
+    closing = asyncio.create_task(owner.close())
+    heard: list[int] = []
+    while not closing.done():
+        heard += [message["step"] for message in launcher.messages()]
+        await asyncio.sleep(0)
+    heard += [message["step"] for message in launcher.messages(at_most=3000)]
+    assert heard == list(range(3000))
+
+
+async def test_a_supervisor_that_hears_nothing_costs_the_oldest_events_and_no_step(pair):
+    launcher, rank = pair
+    owner, recorder = SupervisorOwner(rank), Recorder(1000)
+    sender = EventSender(recorder, owner, lambda: True)
+    for step in range(20_000):
+        recorder.record(What.STEP, step, 1.0, 2.0)
+        if step % 50 == 0:
+            sender.send_some()
+    assert len(owner._unsent) <= 4, "what was taken waits, the rest stays in the ring"
+    sender.stop()
+    closing = asyncio.create_task(owner.close())
+    heard: list[dict[str, Any]] = []
+    while not closing.done():
+        heard += launcher.messages()
+        await asyncio.sleep(0)
+    heard += launcher.messages(at_most=1000)
+    told = [event.step for event in events_in(heard)]
+    assert told == sorted(set(told))
+    assert (told[0], told[-1]) == (0, 19_999)
+    assert len(told) + heard[-1]["dropped"] == 20_000
+    assert heard[-1]["dropped"] > 0
+
+
+# Ranks without a supervisor.
+
+
+class Watch:
+    """Keeps what it is given, or fails over it."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.taken: dict[int, list[dict[str, Any]]] = {}
+        self.ends: list[str] = []
+        self._fails = fails
+
+    def take(self, rank: int, message: dict[str, Any]) -> None:
+        self.taken.setdefault(rank, []).append(message)
+        if self._fails:
+            raise RuntimeError("nobody is here")
+
+    async def settle(self) -> None:
+        self.ends.append("settled")
+
+    async def linger(self, hurry: asyncio.Event) -> None:
+        self.ends.append("lingered")
+
+    async def close(self) -> None:
+        self.ends.append("closed")
+
+    def steps(self, rank: int) -> list[int]:
+        events = events_in(message for message in self.taken[rank] if message["kind"] == "events")
+        return [event.step for event in events if event.what == What.STEP]
+
+
+async def test_json_of_every_rank_on_every_rank():
+    async def main() -> list[Any]:
+        async with parallel3d.mesh(dp=3) as mesh:
+            return list(await gather_json(mesh.world, {"rank": mesh.rank, "text": "ä" * mesh.rank}))
+
+    expected = [{"rank": rank, "text": "ä" * rank} for rank in range(3)]
+    assert await parallel3d.in_process(main, ranks=3) == [expected] * 3
+
+
+async def work(folder: RunFolder, watch: Watch | None = None, make: type[StandIn] = StandIn) -> list[RankOwner]:
+    """Without a watch of the test's own, there is a real one."""
+    ranks = iter(range(2))
+
+    async def main() -> RankOwner:
+        rank = next(ranks)
+        shown = []
+        owner = RankOwner(
+            rank,
+            config_of(),
+            ModelFacts(5),
+            folder if rank == 0 else None,
+            lambda _, step: shown.append(step.step),
+            (lambda record: watch or RunWatch(record, folder, None)) if rank == 0 else None,
+        )
+        await owner.work(make)
+        assert shown == ([0, 1, 2, 3] if rank == 0 else [])
+        return owner
+
+    return await parallel3d.in_process(main, ranks=2)
+
+
+async def test_rank_0_gathers_what_all_tell(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder.create(config_of(), "id")
+    first, _ = await work(folder)
+    assert first.record.status is Status.COMPLETED
+    metrics = json.loads((folder.path / "metrics.json").read_text())
+    assert (metrics["status"], metrics["losses"]) == ("completed", [10.0, 9.0, 8.0, 7.0])
+    assert [rank["coords"]["dp"] for rank in metrics["ranks"]] == [0, 1]
+    assert all(rank["memory_bytes"] and sum(rank["seconds"].values()) for rank in metrics["ranks"])
+    trace = json.loads(gzip.decompress((folder.path / "trace.json.gz").read_bytes()))["traceEvents"]
+    assert {event["pid"] for event in trace} == {0, 1}
+    kinds = [json.loads(line)["kind"] for line in (folder.path / "events.jsonl").read_text().splitlines()]
+    assert kinds.count("step") == kinds.count("parts") == 4
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("interval", [0.0, 60.0], ids=["beside each step", "at the end"])
+async def test_who_looks_on_at_rank_0_hears_all_ranks(tmp_path, monkeypatch, fails, interval):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gathering, "INTERVAL", interval)
+    watch = Watch(fails=fails)
+    first, _ = await work(RunFolder.create(config_of(), "id"), watch)
+    assert first.record.status is Status.COMPLETED
+    assert watch.ends == ["settled", "lingered", "closed"]
+    for rank, told in ((0, {"step"}), (1, set())):
+        expected = {"mesh", "clock", "ready", "events", "memory", "queue"} | told
+        reports = {"loop_lag", "collectives"} if interval == 0 else set()
+        assert {message["kind"] for message in watch.taken[rank]} == expected | reports
+        assert watch.steps(rank) == [0, 1, 2, 3]
+
+
+async def test_without_a_supervisor_the_rank_with_such_a_gradient_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder.create(config_of(), "id")
+    with pytest.raises(NonFiniteGradient):
+        await work(folder, make=Exploding)
+    error = json.loads((folder.path / "metrics.json").read_text())["error"]
+    assert (error["rank"], error["coords"]) == (1, {"dp": 1, "tp": 0, "pp": 0})
+    assert error["message"].startswith("rank 1 (dp=1 tp=0 pp=0) failed: NonFiniteGradient: ")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_failed_rank_without_a_supervisor(tmp_path, monkeypatch, rank):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(STAND_IN, f"raise {rank} 2")
+    folder = RunFolder.create(config_of(), "id")
+    with pytest.raises(Exception, match="the model has an opinion"):
+        await work(folder)
+    metrics = json.loads((folder.path / "metrics.json").read_text())
+    assert metrics["steps"] == 2
+    # A task's error cancels the others of one loop; ranks that are processes hear of it as PeerLost.
+    assert metrics["status"] == ("failed" if rank == 0 else metrics["status"])
+    assert rank == 1 or metrics["error"]["notes"] == ["Layer 3 of the model has it."]
+    assert (folder.path / "report.html").exists()

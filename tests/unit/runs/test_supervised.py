@@ -1,0 +1,75 @@
+"""A run that can't be started, wherever that fails: nothing of it goes on, nobody is answered, and no token stays."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+
+import pytest
+
+from monitoring.http.endpoint import Endpoint
+from parallel3d.runs import supervised as training_run
+from parallel3d.config import load_config
+from parallel3d.runs.record import ModelFacts
+from parallel3d.runs.supervised import Run
+from runtime.errors import LaunchError
+
+
+class Warm:
+    """A fork server that was never needed."""
+
+    run_id = "id"
+    discarded = False
+
+    def discard(self) -> None:
+        self.discarded = True
+
+
+@pytest.fixture
+def endpoint():
+    endpoint = Endpoint.open("127.0.0.1", None)
+    yield endpoint
+    endpoint.close()
+
+
+def run_at(endpoint: Endpoint, warm: Warm | None) -> Run:
+    config = load_config(None, environ={})
+    return Run(config, facts=ModelFacts(), warm=warm, open_endpoint=lambda: endpoint)
+
+
+def fails(error: Exception):
+    def fail(*_):
+        raise error
+
+    return fail
+
+
+NO_FILES = OSError(errno.EMFILE, "Too many open files")
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("start_launch", LaunchError("no room for a fork server")), ("RunWatch", NO_FILES)]
+)
+async def test_what_fails_after_the_folder_was_made_is_told_in_it(here, monkeypatch, endpoint, name, error):
+    warm = Warm()
+    run = run_at(endpoint, warm)
+    monkeypatch.setattr(training_run, name, fails(error))
+    with pytest.raises(type(error)):
+        await run.__aenter__()
+    folder = here / "runs" / run.run_id
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert (metrics["status"], metrics["error"]["message"]) == ("failed", f"the run could not be started: {error}")
+    assert endpoint.listener.fileno() == -1
+    assert "token" not in run.endpoints
+    assert "token" not in json.loads((folder / "endpoints.json").read_text())
+    assert warm.discarded
+    assert "parallel3d-station" not in [thread.name for thread in threading.enumerate()]
+
+
+async def test_a_fork_server_that_cannot_be_started(here, monkeypatch, endpoint):
+    monkeypatch.setattr(training_run, "warm_up_for", fails(LaunchError("no fork server")))
+    with pytest.raises(LaunchError):
+        await run_at(endpoint, None).__aenter__()
+    assert endpoint.listener.fileno() == -1
+    assert not (here / "runs").exists()
