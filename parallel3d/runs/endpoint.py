@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from monitoring.http.endpoint import Endpoint, UnusableToken, read_token, tls_context
-from parallel3d.planning.preflight import Locate, nowhere
 from parallel3d.config import RunConfig
 from parallel3d.config.errors import ConfigProblems, problem_of_key
+from parallel3d.planning.preflight import Locate, nowhere
 
 
 def open_endpoint(config: RunConfig, locate: Locate = nowhere) -> Endpoint | None:

@@ -16,12 +16,12 @@ from typing import Any, NoReturn
 
 from monitoring.checks import or_null
 from monitoring.events.trace import Span, chrome_trace, to_bytes
-from parallel3d.json_lines import dump
 from parallel3d.config.errors import ConfigProblems, Place, Problem, show
 from parallel3d.config.sections import RunConfig
+from parallel3d.json_lines import dump
+from parallel3d.reports.html import to_page
 from parallel3d.reports.run_reader import read_run
 from parallel3d.runs.record import RunRecord
-from parallel3d.reports.html import to_page
 from runtime.threads import DaemonThreads
 
 RUNS = "runs"

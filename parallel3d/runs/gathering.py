@@ -13,8 +13,8 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 
 import torch
 
-from parallel3d.runs.clock_offsets import Clock, measure_offsets
 from parallel3d.rank_mesh import Mesh
+from parallel3d.runs.clock_offsets import Clock, measure_offsets
 from process_groups.work import Work
 from runtime.control import MAX_MESSAGE_BYTES, Message, decode, encode
 

@@ -8,24 +8,24 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from monitoring.http.endpoint import Endpoint
 from monitoring.analysis.facts import RunFacts
-from monitoring.http.service import complain
-from monitoring.events.trace import Span
 from monitoring.assemble import open_station
+from monitoring.events.trace import Span
+from monitoring.http.endpoint import Endpoint
+from monitoring.http.service import complain
 from parallel3d import __version__
 from parallel3d.config import RunConfig
 from parallel3d.planning.what_if import PipelinePlanner
 from parallel3d.runs.endpoint import endpoints
 from parallel3d.runs.folder import RunFolder
-from parallel3d.runs.run_log import RunLog
 from parallel3d.runs.record import ModelFacts, RunRecord, Status
+from parallel3d.runs.run_log import RunLog
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from monitoring.live.observer import Observer
     from monitoring.live.monitor_thread import Station
+    from monitoring.live.observer import Observer
 
 SETTLE_SECONDS = 10.0
 """For what ranks have told last; what a busy host has not got through by then is left out of the folder."""

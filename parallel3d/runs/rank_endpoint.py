@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from monitoring.http.endpoint import Endpoint
-from monitoring.prometheus.rank_metrics import RankFigures, RankMetrics
 from monitoring.http.service import Service
+from monitoring.prometheus.rank_metrics import RankFigures, RankMetrics
 from parallel3d.config import RunConfig
 from parallel3d.runs.endpoint import open_endpoint
 from runtime.errors import ConfigError

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from parallel3d.runs.clock_offsets import clock_offset
 from parallel3d.config import RunConfig, load_config
+from parallel3d.rank_mesh import Mesh
+from parallel3d.runs.clock_offsets import clock_offset
+from parallel3d.runs.commands import Wish, Wishes
 from parallel3d.runs.event_sender import EventSender
+from parallel3d.runs.folder import write_span_file
 from parallel3d.runs.gathering import Gathering
 from parallel3d.runs.last_steps import LastSteps
 from parallel3d.runs.rank_endpoint import serving_rank
-from parallel3d.rank_mesh import Mesh
-from parallel3d.runs.folder import write_span_file
-from parallel3d.runs.commands import Wish, Wishes
 from runtime.control import RankControl, rank_control
 from runtime.cores import num_cores
 from runtime.errors import InvalidCall, NonFiniteGradient

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from monitoring.checks import number, or_null, text, whole_number
 from monitoring.analysis.device_peaks import utilization
-from monitoring.events.time_parts import NO_TIME, TimeParts
 from monitoring.analysis.totals import WARM_UP
+from monitoring.checks import number, or_null, text, whole_number
+from monitoring.events.time_parts import NO_TIME, TimeParts
 from parallel3d.config import RunConfig
 from runtime.errors import Coords, name_rank
 

@@ -14,18 +14,18 @@ from types import TracebackType
 from typing import Any, Self
 
 from monitoring.http.endpoint import Endpoint
-from parallel3d.runs import endpoint as run_endpoint
-from parallel3d.planning.preflight import Locate, check_before_start, nowhere
 from parallel3d.config import RunConfig, load_config, locate
+from parallel3d.planning.preflight import Locate, check_before_start, nowhere
+from parallel3d.runs import endpoint as run_endpoint
 from parallel3d.runs.folder import RunFolder, check_run_dir, new_run_id
-from parallel3d.runs.record import ModelFacts, RunError, RunRecord, RunStep, Status, step_event
 from parallel3d.runs.monitor import RunWatch, complete
+from parallel3d.runs.record import ModelFacts, RunError, RunRecord, RunStep, Status, step_event
 from runtime.control import Message
 from runtime.errors import InvalidCall, LaunchError, RunFailed
 from runtime.launch.launch import Launch
+from runtime.launch.script import Target
 from runtime.launch.spec import LaunchResult, LaunchSpec, WarmServer, prepare, warm_up
 from runtime.launch.spec import start as start_launch
-from runtime.launch.script import Target
 from runtime.threads import DaemonThreads
 
 EXIT_FAILED, EXIT_HUNG = 4, 124

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from monitoring.events.trace import Span
-from parallel3d.runs.clock_offsets import clock_offset
 from parallel3d.config import RunConfig
+from parallel3d.rank_mesh import Mesh
+from parallel3d.runs.clock_offsets import clock_offset
+from parallel3d.runs.commands import Wish
+from parallel3d.runs.folder import RunFolder
 from parallel3d.runs.gathering import Gathering, Outbox, read
 from parallel3d.runs.last_steps import LastSteps
-from parallel3d.rank_mesh import Mesh
-from parallel3d.runs.folder import RunFolder
-from parallel3d.runs.record import ModelFacts, RunError, RunRecord, RunStep, Status, step_event
 from parallel3d.runs.monitor import Watch, complete
 from parallel3d.runs.rank_loop import MakeCoordinator, train
-from parallel3d.runs.commands import Wish
+from parallel3d.runs.record import ModelFacts, RunError, RunRecord, RunStep, Status, step_event
 from process_groups.group import Group
 from process_groups.topology import Topology
 from runtime.control import Message

@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 import parallel3d
-from parallel3d.runs.gathering import LEAST_ROOM, MOST_ROOM, Gathering, Outbox, most_room, read
 from parallel3d.runs.commands import Wish, Wishes
+from parallel3d.runs.gathering import LEAST_ROOM, MOST_ROOM, Gathering, Outbox, most_room, read
 from runtime.control import MAX_MESSAGE_BYTES
 
 

@@ -13,8 +13,8 @@ import pytest
 from monitoring.http.endpoint import Endpoint
 from parallel3d.config import load_config
 from parallel3d.runs.folder import RunFolder
-from parallel3d.runs.record import RunRecord, Status
 from parallel3d.runs.monitor import RunWatch, complete
+from parallel3d.runs.record import RunRecord, Status
 from tests.support.processes import SECONDS
 
 

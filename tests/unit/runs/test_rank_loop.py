@@ -16,17 +16,17 @@ import torch
 import parallel3d
 from monitoring.events.events import Axis, Event, What, unpack
 from monitoring.events.recorder import Recorder
-from parallel3d.runs import gathering
 from parallel3d.config import load_config
+from parallel3d.runs import gathering
+from parallel3d.runs.commands import Wish, Wishes
 from parallel3d.runs.event_sender import EventSender
-from parallel3d.runs.last_steps import KEPT, LastSteps
-from parallel3d.training.performance import TrainStep
 from parallel3d.runs.folder import RunFolder
-from parallel3d.runs.record import ModelFacts, RunRecord, Status
+from parallel3d.runs.last_steps import KEPT, LastSteps
 from parallel3d.runs.monitor import RunWatch
 from parallel3d.runs.rank_loop import SupervisorOwner, train, used_memory
+from parallel3d.runs.record import ModelFacts, RunRecord, Status
 from parallel3d.runs.torchrun_rank import RankOwner, gather_json
-from parallel3d.runs.commands import Wish, Wishes
+from parallel3d.training.performance import TrainStep
 from runtime.control import LauncherControl, RankControl
 from runtime.cores import num_cores
 from runtime.errors import NonFiniteGradient

@@ -8,10 +8,10 @@ import math
 import pytest
 
 from monitoring.analysis.device_peaks import peak_flops
-from monitoring.events.events import What
 from monitoring.analysis.facts import RunFacts
-from monitoring.live.observer import Observer
+from monitoring.events.events import What
 from monitoring.events.time_parts import NO_TIME, PARTS, TimeParts, mean_of
+from monitoring.live.observer import Observer
 from parallel3d.config import load_config
 from parallel3d.runs.record import ModelFacts, RunError, RunRecord, Status, step_event
 from runtime.errors import Coords

@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from monitoring.http.endpoint import Endpoint
-from parallel3d.runs import supervised as training_run
 from parallel3d.config import load_config
+from parallel3d.runs import supervised as training_run
 from parallel3d.runs.record import ModelFacts
 from parallel3d.runs.supervised import Run
 from runtime.errors import LaunchError
