@@ -11,10 +11,11 @@ import pytest
 import trustme
 
 from monitoring.dashboards import Setup, Target, files_for, write_files
+from tests.support.needs import needs
 from tests.support.processes import ROOT, Started
-from tests.support.prometheus import Prometheus, needs_prometheus, values
+from tests.support.prometheus import Prometheus, values
 
-pytestmark = [needs_prometheus, pytest.mark.slow]
+pytestmark = [needs("prometheus"), pytest.mark.slow]
 
 TOKEN = "a-token-of-this-test-alone"
 STARTING = 90.0
