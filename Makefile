@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup programs run test exhaustive quick check lint docs clean
+.PHONY: setup tools run test exhaustive quick check lint docs clean
 
 setup: .venv/.installed
 
@@ -13,8 +13,8 @@ setup: .venv/.installed
 	@touch $@
 
 # What tests need of Debian: installed as root where there is apt-get, else those tests are left out.
-programs: setup
-	@$(BIN)/python -m tests.support.needs install
+tools: setup
+	@$(BIN)/python -m tests.support.tools install
 
 run: setup
 	@$(BIN)/parallel3d run configs/mesh-2x2x2.yaml
@@ -24,20 +24,20 @@ ALONE := tests/fault $(addprefix tests/multiproc/test_,resources.py bench_collec
 
 LEFT_OUT := .venv/left-out
 
-# The fast tier first. The last line says what was left out for want of which programs, and is missing when nothing was.
+# The fast tier first. The last line says what was left out for want of which tools, and is missing when nothing was.
 define TIERS
 	@rm -f $(LEFT_OUT)
 	$(BIN)/pytest tests/unit -m '$(1)' --left-out $(LEFT_OUT) --numprocesses auto --dist worksteal
 	$(BIN)/pytest tests/multiproc tests/ui $(ALONE:%=--ignore=%) -m '$(1)' --left-out $(LEFT_OUT) --numprocesses auto --dist worksteal
 	$(BIN)/pytest $(ALONE) -m '$(1)' --left-out $(LEFT_OUT)
-	@$(BIN)/python -m tests.support.needs report $(LEFT_OUT)
+	@$(BIN)/python -m tests.support.tools report $(LEFT_OUT)
 endef
 
-test: programs
+test: tools
 	$(call TIERS,not exhaustive)
 
 # What `make test` leaves out: more of the same, which takes long and seldom finds what the others don't.
-exhaustive: programs
+exhaustive: tools
 	$(call TIERS,exhaustive)
 
 quick: setup

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.hosts import Hosts, require_hosts
-from tests.support.needs import left_out
 from tests.support.processes import reset_signals
+from tests.support.tools import left_out
 
 _folders: list[str] = []
 
@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--left-out",
         type=Path,
         metavar="FILE",
-        help="add the reasons of skipped tests to this file instead of printing them; tests.support.needs prints it",
+        help="add the reasons of skipped tests to this file instead of printing them; tests.support.tools prints it",
     )
 
 

@@ -16,7 +16,7 @@ from monitoring.analysis.stragglers import IN_A_ROW
 from monitoring.analysis.totals import WARM_UP
 from parallel3d.config import load_config
 from parallel3d.runs.supervised import Run
-from tests.support.needs import CPU_QUOTA, ROOT_USER, needs
+from tests.support.tools import CPU_QUOTA, ROOT_USER, needs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from runtime.cores import num_cores
-from tests.support.needs import needs
 from tests.support.processes import ROOT, Started, Stream, children
+from tests.support.tools import needs
 
 pytestmark = pytest.mark.slow
 SECONDS = 100.0

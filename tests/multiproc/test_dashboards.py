@@ -14,9 +14,9 @@ import yaml
 from monitoring.analysis.bottlenecks import KINDS
 from monitoring.dashboards import Setup, Target, files_for, write_files
 from monitoring.events.time_parts import PARTS
-from tests.support.needs import needs
 from tests.support.processes import ROOT, Started
 from tests.support.prometheus import Prometheus, Series, values
+from tests.support.tools import needs
 
 pytestmark = [needs("prometheus"), pytest.mark.slow]
 

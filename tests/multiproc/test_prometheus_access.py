@@ -11,9 +11,9 @@ import pytest
 import trustme
 
 from monitoring.dashboards import Setup, Target, files_for, write_files
-from tests.support.needs import needs
 from tests.support.processes import ROOT, Started
 from tests.support.prometheus import Prometheus, values
+from tests.support.tools import needs
 
 pytestmark = [needs("prometheus"), pytest.mark.slow]
 

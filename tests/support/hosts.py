@@ -21,9 +21,9 @@ from typing import Self
 
 import pytest
 
-from tests.support.needs import ROOT_USER, reason_without
 from tests.support.processes import SECONDS
 from tests.support.ranks import NETWORK
+from tests.support.tools import ROOT_USER, reason_without
 
 BURST = 128 * 1024  # bytes that a rate limit lets through at once: two of the kernel's largest segments
 _QUEUE = 1024 * 1024  # bytes that wait in front of it; TCP slows down where more are dropped

@@ -11,8 +11,8 @@ from typing import Any, Self
 from urllib.parse import urlencode
 from urllib.request import ProxyHandler, build_opener
 
-from tests.support.needs import missing
 from tests.support.processes import SECONDS, Stream
+from tests.support.tools import missing
 
 Series = dict[str, Any]
 """`metric`: its labels. `value`: moment and value, as text."""

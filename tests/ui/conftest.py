@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from tests.support.needs import require
+from tests.support.tools import require
 
 SCREENSHOTS = "PARALLEL3D_SCREENSHOTS"
 """Names the folder that pictures of the documentation go to, such as docs/images."""

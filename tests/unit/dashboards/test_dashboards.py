@@ -16,9 +16,9 @@ from monitoring.dashboards import Setup, Target, files_for, write_files
 from monitoring.dashboards.alert_rules import alerts
 from monitoring.events.time_parts import PARTS
 from monitoring.prometheus.metric_families import RUN_FAMILIES
-from tests.support.needs import needs
 from tests.support.processes import ROOT
 from tests.support.prometheus import promtool
+from tests.support.tools import needs
 
 MESH = ROOT / "configs" / "mesh-2x2x2.yaml"
 SETUP = Setup(dp=2, tp=2, pp=2)

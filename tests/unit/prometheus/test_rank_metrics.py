@@ -12,8 +12,8 @@ from monitoring.live.observer import Observer
 from monitoring.prometheus.metric_families import RUN_FAMILIES
 from monitoring.prometheus.rank_metrics import RANK_FAMILIES, RankFigures, RankMetrics
 from monitoring.prometheus.scrape_targets import ScrapeTargets
-from tests.support.needs import needs
 from tests.support.prometheus import check_metrics
+from tests.support.tools import needs
 
 
 def exposition(figures: RankFigures) -> str:

@@ -21,9 +21,9 @@ from monitoring.events.time_parts import PARTS
 from monitoring.live.observer import Observer
 from monitoring.prometheus.metric_families import RUN_FAMILIES
 from monitoring.prometheus.run_metrics import RunMetrics
-from tests.support.needs import needs
 from tests.support.processes import ROOT
 from tests.support.prometheus import check_metrics
+from tests.support.tools import needs
 
 FACTS = RunFacts(
     run_id="20260101-000000-abcd",

@@ -13,7 +13,7 @@ import torch
 
 from process_groups.shared_memory import streaming
 from process_groups.shared_memory.streaming import CODE, LISTING, stream
-from tests.support.needs import needs
+from tests.support.tools import needs
 
 needs_code = pytest.mark.skipif(streaming._code is None, reason="needs x86_64 and memory that may be executed")
 

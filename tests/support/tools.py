@@ -1,6 +1,6 @@
-"""What tests need of the machine and pip can't bring: Debian's programs, root, IPv6, control groups.
+"""What tests need of the machine and pip does not bring: Debian's tools, root, IPv6, control groups.
 
-`python -m tests.support.needs install` installs the programs, `... report FILE` prints what several runs left out.
+`python -m tests.support.tools install` installs the tools, `... report FILE` prints what several runs left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PACKAGE_OF = {
     "chromium": "chromium",
     "objdump": "binutils",
 }
-"""The Debian package of each program. Tests find programs by PATH, and nowhere else."""
+"""The Debian package of each tool. Tests find tools by PATH, and nowhere else."""
 
 CPU_QUOTA = "control groups, version 1"
 IPV6 = "IPv6"
@@ -41,7 +41,7 @@ _APT_SECONDS = 900
 
 
 def missing(*names: str) -> list[str]:
-    """Those of these programs and conditions that are not there."""
+    """Those of these tools and conditions that are not there."""
     return [name for name in names if not (_CONDITIONS[name]() if name in _CONDITIONS else shutil.which(name))]
 
 
@@ -54,7 +54,7 @@ def reason_without(*names: str) -> str | None:
 
 
 def needs(*names: str) -> pytest.MarkDecorator:
-    """A mark for tests: they are skipped where one of these programs or conditions is missing."""
+    """A mark for tests: they are skipped where one of these tools or conditions is missing."""
     reason = reason_without(*names)
     return pytest.mark.skipif(reason is not None, reason=reason or "")
 
@@ -79,13 +79,16 @@ def left_out(reasons: Iterable[str]) -> str:
 
 
 def install() -> None:
-    """Install the programs that are missing, as root and with apt-get. Without a network tests go on without them."""
+    """Install the tools that are missing, as root and with apt-get. Without a network tests go on without them."""
     packages = _packages_of(missing(*PACKAGE_OF))
     if not packages or missing(ROOT_USER, "apt-get"):
         return
-    print(f"apt-get install {' '.join(packages)}: programs that some tests need", flush=True)
+    print(f"apt-get install {' '.join(packages)}: tools that some tests need", flush=True)
     # One by one: a package that this distribution lacks must not keep the others out.
-    for arguments in (["update"], *(["install", "--no-install-recommends", "--yes", each] for each in packages)):
+    for arguments in (
+        ["update"],
+        *(["install", "--no-install-recommends", "--no-upgrade", "--yes", each] for each in packages),
+    ):
         if (problem := _apt_get(*arguments)) is not None:
             print(f"apt-get {arguments[0]} {arguments[-1]} failed: {problem}", flush=True)
 
@@ -106,8 +109,8 @@ def _apt_get(*arguments: str) -> str | None:
     return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no reason given"])[-1]
 
 
-def _packages_of(programs: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(PACKAGE_OF[program] for program in programs))
+def _packages_of(tools: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(PACKAGE_OF[tool] for tool in tools))
 
 
 def _report(path: Path) -> None:
