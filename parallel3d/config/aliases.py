@@ -74,6 +74,14 @@ VALUE_ALIASES = {
     "train.precision": {"fp32": "float32", "bf16": "bfloat16"},
 }
 
+# What other frameworks have and this one has not: such a key is unknown, and its remedy says so.
+NOT_YET = {
+    "activation_checkpoint": "Activation recompute is",
+    "checkpoint": "Checkpoints are",
+    "comm.compression": "Gradient compression is",
+    "memory.strategy": "Recompute and offload are",
+}
+
 
 def rename(tree: Node, *, model_args: Collection[str]) -> list[Problem]:
     """Give every key and value in the tree our name for it; a key beside its alias is a problem.

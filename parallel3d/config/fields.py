@@ -18,10 +18,7 @@ from parallel3d.pipeline.schedules.limits import SCHEDULES, is_csv
 
 CommStrategy = Literal["default", "ring", "tree", "hierarchical", "adaptive"]
 SingleStrategy = Literal["default", "ring", "tree", "hierarchical"]
-Compression = Literal["none"]  # to be extended when a compression arrives with its code
-
 Backend = Literal["auto", "gloo", "nccl"]
-MemoryStrategy = Literal["basic", "standard", "aggressive", "extreme"]
 OptimizerName = Literal["adamw", "sgd"]
 Precision = Literal["float32", "float64", "bfloat16"]
 DataSource = Literal["text", "tokens"]
@@ -83,8 +80,6 @@ def choice_refusal(
     value: Any, choices: tuple[str, ...], also: str = "", known: Mapping[str, str] = MappingProxyType({})
 ) -> PydanticCustomError:
     """Not one of the words: names them all, and the nearest. `known`: words for the same from elsewhere."""
-    if len(choices) == 1:
-        return refusal(f"must be {choices[0]}; there is no other yet.", f"Set it to {choices[0]}, or leave it out.")
     close = known.get(value) or nearest(value, choices) if isinstance(value, str) else None
     remedy = f"Did you mean {close}?" if close else f"For example {choices[0]}."
     return refusal(f"must be {enumerate_words([*choices, *([also] if also else [])])}.", remedy)
@@ -178,6 +173,8 @@ def is_factory(value: Any) -> bool:
 def _named(value: Any, *names: str) -> str:
     if value in names or is_factory(value):
         return str(value)
+    if not names:
+        raise refusal('must be "package.module:callable".', 'For example "my_data:build".')
     raise choice_refusal(value, (*names, '"module:name"'))
 
 

@@ -100,7 +100,7 @@ def _section(name: str, section: Any) -> str:
     assert issubclass(section, BaseModel)
     title = f"## {name}\n\n{section.__doc__}\n"
     rows = [_row(key, field) for key, field in section.model_fields.items()]
-    return "\n".join((title, "| key | default | meaning |", "|---|---|---|", *rows)) + "\n" if rows else title
+    return "\n".join((title, "| key | default | meaning |", "|---|---|---|", *rows)) + "\n"
 
 
 def _row(key: str, field: FieldInfo) -> str:

@@ -14,7 +14,6 @@ from parallel3d.config.fields import (
     Backend,
     Betas,
     CommStrategy,
-    Compression,
     Count,
     DataSource,
     Duration,
@@ -24,7 +23,6 @@ from parallel3d.config.fields import (
     LearningRate,
     LearningRateSchedule,
     Loss,
-    MemoryStrategy,
     ModelFactory,
     OptimizerName,
     Order,
@@ -279,8 +277,6 @@ class Comm(Section):
     bucket_size: Size = 25 << 20
     """Gradients are reduced in buckets of about this size: an integer is bytes, text has a unit. The default
     is 25 MiB, as in torch's DDP."""
-    compression: Compression = "none"
-    """How gradients are made smaller on the wire. `none`: they are not."""
     timeout: Duration = 30.0
     """Longest wait for any operation between ranks: a number is seconds, text has a unit. Then the rank that
     did not come is named."""
@@ -289,13 +285,12 @@ class Comm(Section):
 
 
 class Memory(Section):
-    """How much memory a rank may use, and how hard it tries to stay inside."""
+    """How much memory a rank may use."""
 
     budget: Size = 8 << 30
-    """Memory of one rank for weights, gradients, optimizer state and activations: an integer is bytes, text
-    has a unit. The default is 8 GiB."""
-    strategy: MemoryStrategy = "standard"
-    """`basic`, `standard`, `aggressive` or `extreme`: each saves more memory and costs more time."""
+    """Memory of one rank for weights, gradients, optimizer state and activations: an integer is bytes, text has a
+    unit. Reports compare what a rank uses with it, and bottlenecks `memory_pressure` and `memory_imbalance` warn near
+    it; nothing enforces it. The default is 8 GiB."""
 
 
 class Optimizer(Section):
@@ -339,10 +334,6 @@ class Train(Section):
     precision: Precision = "float32"
     """`float32` and `float64`: the type of weights and activations. `bfloat16`: activations under autocast, with
     weights in float32."""
-
-
-class Checkpoint(Section):
-    """How the run is saved. No keys yet."""
 
 
 class Monitoring(Section):
@@ -397,13 +388,11 @@ class RunConfig(Section):
     comm: Comm = Comm()
     """How ranks talk."""
     memory: Memory = Memory()
-    """How much memory a rank may use, and how hard it tries to stay inside."""
+    """How much memory a rank may use."""
     optimizer: Optimizer = Optimizer()
     """How weights change."""
     train: Train = Train()
     """How long and on how much."""
-    checkpoint: Checkpoint = Checkpoint()
-    """How the run is saved. No keys yet."""
     monitoring: Monitoring = Monitoring()
     """How the run is watched: where its time goes is found while it goes on, and served for Prometheus and browsers."""
     runtime: Runtime = Runtime()

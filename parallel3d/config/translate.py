@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from parallel3d.config.aliases import ALIASES, SECTION_ALIASES
+from parallel3d.config.aliases import ALIASES, NOT_YET, SECTION_ALIASES
 from parallel3d.config.errors import (
     MOST_PROBLEMS,
     Place,
@@ -156,12 +156,14 @@ def _key_place(path: KeyPath, tree: Node) -> Place:
 
 
 def _known_key(parent: KeyPath, key: str, model: str) -> str:
-    """What to write instead: the same word in another section, the nearest here, or all there is."""
+    """What to write instead: nothing yet, the same word in another section, the nearest here, or all there is."""
+    prefix = "".join(f"{part}." for part in parent)
+    if prefix + key in NOT_YET:
+        return f"{NOT_YET[prefix + key]} not there yet: remove it."
     elsewhere = [name for name in _leaves(model) if name.rpartition(".")[2] == key]
     if elsewhere:
         return f"Did you mean {enumerate_words(elsewhere)}?"
     keys = list(_section(parent, model).model_fields)
-    prefix = "".join(f"{part}." for part in parent)
     if parent == ("model", "args") and model == "hf" and nearest(key, keys) is None:
         return f"Keys here: {', '.join(keys)}; the model's own stand under config."
     owners = _models_with(ALIASES.get(prefix + key, prefix + key))
@@ -176,7 +178,7 @@ def _known_key(parent: KeyPath, key: str, model: str) -> str:
     close = nearest(key, known)
     if close is not None:
         return f"Did you mean {(known[close] or close).removeprefix(prefix)}?"
-    return f"Keys here: {', '.join(keys)}." if keys else f"{dotted(parent)} has no keys yet."
+    return f"Keys here: {', '.join(keys)}."
 
 
 def _models_with(name: str) -> list[str]:
