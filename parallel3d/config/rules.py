@@ -1,14 +1,14 @@
-"""Rules that span several keys: those of the mesh, the pipeline and the batch here, and all of them together."""
+"""Rules that span several keys: mesh, pipeline, batch and monitoring here, and `RULES`, which is all of them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
+from monitoring.http.addresses import is_loopback
 from parallel3d.config.errors import enumerate_words
 from parallel3d.config.findings import Finding, Rule, near_multiples
 from parallel3d.config.model_rules import MODEL_RULES, does_not_divide
-from parallel3d.config.monitoring_rules import MONITORING_RULES
 from parallel3d.config.sections import GptModel, LlamaModel, RunConfig
 from parallel3d.pipeline.schedules.layer_split import example_cut
 from parallel3d.pipeline.schedules.limits import (
@@ -175,6 +175,36 @@ def _table_is_used(config: RunConfig, _: int | None) -> Iterator[Finding]:
         )
 
 
+def _others_need_a_token(config: RunConfig, _: int | None) -> Iterator[Finding]:
+    watched = config.monitoring
+    if not watched.enabled or is_loopback(watched.host):
+        return
+    needed = {
+        "token_file": watched.token_file,
+        "tls_certificate": watched.tls_certificate,
+        "tls_key": watched.tls_key,
+    }
+    missing = [f"monitoring.{key}" for key, value in needed.items() if value is None]
+    if missing:
+        yield Finding(
+            ("monitoring.host",),
+            "other hosts reach this address, so the run asks for a token and answers over TLS only.",
+            f"Set {enumerate_words(missing, 'and')}, or host to 127.0.0.1.",
+        )
+
+
+def _certificate_has_a_key(config: RunConfig, _: int | None) -> Iterator[Finding]:
+    pair = {"tls_certificate": config.monitoring.tls_certificate, "tls_key": config.monitoring.tls_key}
+    given = [key for key, value in pair.items() if value is not None]
+    if len(given) == 1 and is_loopback(config.monitoring.host):  # elsewhere the rule above says so
+        (missing,) = pair.keys() - set(given)
+        yield Finding(
+            (f"monitoring.{given[0]}",),
+            f"TLS needs {missing} too.",
+            f"Set monitoring.{missing}, or remove {given[0]}.",
+        )
+
+
 RULES = (
     Rule(_fits_world, ("parallel.dp", "parallel.tp", "parallel.pp")),
     Rule(_virtual_stages_fit_schedule, ("pipeline.schedule", "pipeline.virtual_stages")),
@@ -194,5 +224,15 @@ RULES = (
     Rule(_order_is_a_bijection, ("parallel.dp", "parallel.tp", "parallel.pp", "parallel.order")),
     Rule(_table_is_used, ("comm.strategy", "comm.strategy_table")),
     *MODEL_RULES,
-    *MONITORING_RULES,
+    Rule(
+        _others_need_a_token,
+        (
+            "monitoring.enabled",
+            "monitoring.host",
+            "monitoring.token_file",
+            "monitoring.tls_certificate",
+            "monitoring.tls_key",
+        ),
+    ),
+    Rule(_certificate_has_a_key, ("monitoring.host", "monitoring.tls_certificate", "monitoring.tls_key")),
 )

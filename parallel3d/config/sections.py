@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from parallel3d.config import scalars
+from parallel3d.config import yaml_scalars
 from parallel3d.config.fields import (
     BUILT_IN_MODELS,
     AdaptiveTable,
@@ -422,4 +422,4 @@ class RunConfig(Section):
 
     def to_yaml(self) -> str:
         """Every key with its value; `load_config` of it gives an equal config."""
-        return scalars.dump(self.model_dump(mode="json"))
+        return yaml_scalars.dump(self.model_dump(mode="json"))

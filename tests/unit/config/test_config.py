@@ -20,9 +20,7 @@ def load(text: str, here: Path, **options: Any) -> RunConfig:
     return load_config("run.yaml", **{"environ": {}, **options})
 
 
-@pytest.mark.parametrize(
-    "text", ["", "# nothing\n", "---\n", "parallel:\nmemory: {}\nmonitoring:\nmodel: {args: }\n"]
-)
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n", "parallel:\nmemory: {}\nmonitoring:\nmodel: {args: }\n"])
 def test_an_empty_file_is_all_defaults(text, here):
     config = load(text, here)
     assert config == load_config(None, environ={})
