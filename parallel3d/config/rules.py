@@ -43,23 +43,23 @@ def _fits_world(config: RunConfig, world_size: int | None) -> Iterator[Finding]:
 
 
 def _splits(config: RunConfig, pp: int) -> bool:
-    """Whether the model could also be cut for that many pipeline ranks."""
+    """Whether the model can be split over that many pipeline ranks."""
     layers, how = _num_layers(config), config.pipeline.layers_per_stage
     if layers is None or isinstance(how, tuple):
         return True
     stages = pp * config.pipeline.virtual_stages
-    # An uneven cut is accepted, but not proposed to someone who asked for an even one.
+    # An uneven split is valid, but a remedy proposes only even ones unless the user asked for another method.
     return layers >= stages if how in ("parameters", "profile") else layers % stages == 0
 
 
 def _num_layers(config: RunConfig) -> int | None:
-    """The layers that are cut into stages; None where only the user's factory knows. The built-in GPT's first one has
-    the embedding in it, and its last one the head."""
+    """Layers that are split into stages; None if only the user's factory knows. A built-in model's first and last one
+    also hold the embedding and the head."""
     return config.model.args.layers if isinstance(config.model, GptModel | LlamaModel) else None
 
 
 def _other_mesh(sizes: dict[str, int], world_size: int) -> str:
-    """Keeps what it can of tp and pp; dp takes the rest."""
+    """The remedy if no single axis can be changed: keep as much of tp and pp as possible."""
     tp = math.gcd(sizes["tp"], world_size)
     pp = math.gcd(sizes["pp"], world_size // tp)
     return f"Set dp to {world_size // tp // pp}, tp to {tp} and pp to {pp}"
@@ -196,7 +196,7 @@ def _others_need_a_token(config: RunConfig, _: int | None) -> Iterator[Finding]:
 def _certificate_has_a_key(config: RunConfig, _: int | None) -> Iterator[Finding]:
     pair = {"tls_certificate": config.monitoring.tls_certificate, "tls_key": config.monitoring.tls_key}
     given = [key for key, value in pair.items() if value is not None]
-    if len(given) == 1 and is_loopback(config.monitoring.host):  # elsewhere the rule above says so
+    if len(given) == 1 and is_loopback(config.monitoring.host):  # for other hosts `_others_need_a_token` reports it
         (missing,) = pair.keys() - set(given)
         yield Finding(
             (f"monitoring.{given[0]}",),

@@ -253,7 +253,7 @@ def test_known_values_add_up_in_every_dtype(dtype, length):
 
 
 @pytest.mark.parametrize("make_buffer", [torch.zeros, np.zeros])
-def test_a_wrong_sum_is_told_with_its_place(make_buffer):
+def test_a_wrong_sum_is_an_error_with_its_place(make_buffer):
     buffer = make_buffer(200_000)
     make = partial(torch.tensor, dtype=torch.float32) if make_buffer is torch.zeros else partial(np.array, dtype=float)
     fill(buffer, 2, make)
