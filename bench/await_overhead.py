@@ -2,26 +2,24 @@
 
 python bench/await_overhead.py [--json] [--quick]
 
-1. An awaited all-reduce of 4 bytes beside the raw blocking call of the same gloo backend: two ranks, alternating
-   blocks of calls, the median of each block, and the median difference between neighbouring blocks.
+1. An awaited all-reduce of 4 bytes beside the raw blocking call of a gloo backend opened as the mesh opens its own:
+   two ranks, alternating blocks of calls, the median of each block, and the median difference between neighbours.
 2. The event loop's lag while each rank multiplies matrices on its engine thread, on both cores: how late a timer
-   of 5 ms comes.
+   of 5 ms fires.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
-from common import launch_for_result, median, options, show, wanted
+import torch.distributed as dist
+from common import launch_for_result, main_or_rank, median, options, show, torch_store, wanted
 
 import parallel3d
-from process_groups.torch_backend.backends import TorchBackend
+from process_groups.torch_backend.backends import TorchBackend, open_backend
 
 NUM_RANKS = 2
 BLOCK = 50
@@ -46,7 +44,8 @@ async def awaited_block(group: parallel3d.Group, tensor: torch.Tensor) -> list[f
 
 
 async def measure_overhead(mesh: parallel3d.Mesh, blocks: int) -> dict[str, float]:
-    backend = mesh.world._transport._backend  # the very one that the awaited calls use
+    store = dist.FileStore(torch_store(), NUM_RANKS)
+    backend = open_backend("gloo", store, mesh.rank, NUM_RANKS, loopback="127.0.0.1", timeout=30).backend
     tensor = torch.zeros(1)
     raw, awaited = [], []
     for _ in range(blocks):
@@ -80,21 +79,17 @@ async def measure_lag(mesh: parallel3d.Mesh, seconds: float) -> dict[str, float]
     return {"p50_ms": p50 * 1e3, "p99_ms": p99 * 1e3, "worst_ms": worst * 1e3, "matmuls": await computing}
 
 
-async def run_rank(quick: bool, path: str) -> None:
+async def measure(length: str) -> dict[str, dict[str, float]]:
+    quick = length == "quick"
     async with parallel3d.mesh(dp=NUM_RANKS, threads=1, backend="gloo") as mesh:
         overhead = await measure_overhead(mesh, 4 if quick else 40)
         lag = await measure_lag(mesh, 1.0 if quick else 10.0)
-    if mesh.rank == 0:
-        leave(path, {"overhead": overhead, "loop_lag": lag})
-
-
-def leave(path: str, result: object) -> None:
-    Path(path).write_text(json.dumps(result))
+    return {"overhead": overhead, "loop_lag": lag}
 
 
 def main() -> None:
     chosen = options(__doc__)
-    result = launch_for_result(NUM_RANKS, __file__, "rank", "quick" if chosen.quick else "full")
+    result = launch_for_result(NUM_RANKS, __file__, "quick" if chosen.quick else "full")
     overhead, lag = result["overhead"], result["loop_lag"]
     lines = [
         f"4-byte all-reduce, {NUM_RANKS} ranks, gloo",
@@ -110,7 +105,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["rank"]:
-        parallel3d.run(lambda: run_rank(sys.argv[2] == "quick", sys.argv[3]))
-    else:
-        main()
+    main_or_rank(main, measure)

@@ -1,9 +1,9 @@
-"""The ratios that matter of `parallel3d bench collectives`, for 2, 4 and 8 ranks.
+"""The main ratios of `parallel3d bench collectives`, for 2, 4 and 8 ranks.
 
 python bench/collectives.py [--json] [--quick]
 
 Above 1 is in our favour. "registered" is the default strategy on a tensor of `group.empty`, "shared" the same with one
-result for all ranks, "staged" the default strategy on a plain torch tensor; adaptive stands beside the best single
+result for all ranks, "staged" the default strategy on a plain torch tensor; adaptive is compared with the best single
 strategy of the size. --json prints the ratios and the whole result of the command.
 """
 
@@ -52,7 +52,7 @@ def run(quick: bool) -> dict[str, Any]:
 
 
 def adaptive_over_best(contestants: Mapping[str, Any]) -> float | None:
-    """How many times as fast as the best single strategy; None where there is no choice."""
+    """Speed of `adaptive` over the best single strategy; None if it was not measured."""
     ours = set(contestants) - {"adaptive", "shared", "staged", "gloo", "mpi", "memory limit"}
     if "adaptive" not in contestants:
         return None
@@ -61,7 +61,7 @@ def adaptive_over_best(contestants: Mapping[str, Any]) -> float | None:
 
 
 def geometric_mean_mpi(sizes: Sequence[Mapping[str, Any]]) -> float | None:
-    """From 1 MiB up."""
+    """Of the ratios to MPI from 1 MiB up; None without them."""
     found = [each["contestants"]["default"]["times_mpi"] for each in sizes if each["bytes"] >= MIB]
     return math.exp(sum(map(math.log, found)) / len(found)) if found and None not in found else None
 
@@ -81,7 +81,7 @@ def ratios_of_size(reduced: Mapping[str, Any], sent: Mapping[str, Any]) -> dict[
 
 
 def time_per_byte(sizes: Sequence[Mapping[str, Any]], small: int, large: int) -> float | None:
-    """How many times as long a byte takes in the small tensor as in the large one."""
+    """Time per byte in the small tensor over that in the large one; None if either was not measured."""
     cost = {each["bytes"]: each["contestants"]["default"]["seconds"] / each["bytes"] for each in sizes}
     return cost[small] / cost[large] if small in cost and large in cost else None
 

@@ -2,7 +2,7 @@
 
 python bench/launch.py [--json] [--quick]
 
-The clock starts before the command and stops when the last rank has its first all-reduce's result.
+The clock starts before the command and stops when the last rank has the result of its first all-reduce.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ def seconds_to_first_all_reduce(name: str) -> float:
         path.write_text(script)
         results = Path(folder, "times")
         results.mkdir()
-        # torchrun warns about threads and picks one; saying so gives both the same.
-        # torchrun leaves a log folder in TMPDIR.
+        # torchrun sets one thread and warns unless OMP_NUM_THREADS is set, and leaves a log folder in TMPDIR.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": folder}
         start = time.monotonic()
         subprocess.run(

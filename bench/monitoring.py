@@ -1,15 +1,15 @@
-"""What watching a run costs: steps with everything on beside steps with everything off, in turns in one run.
+"""What monitoring costs: steps with everything on beside steps with everything off, in turns in one run.
 
 python bench/monitoring.py [--json] [--quick]
 
-One small GPT on two ranks, one thread each: two replicas, and two stages with eight microbatches, whose steps are short
-and leave many events.
+One small GPT on two ranks, one thread each: two replicas, and two stages with eight microbatches, whose short steps
+record many events.
 1. Single steps with recording off and on, in turns: what recording costs the step itself.
-2. Turns of some seconds: off (`monitoring.enabled: false`); on (events sent, attributed and judged, the page's stream
-   read, `/metrics` asked for every five seconds, as `parallel3d dashboards` has it); asked (on, and a hundred ask for
-   `/metrics` at once, every turn). The processor time of the process that watches says how much of a core the ranks may
-   lose to it. A turn's speed is printed too, but changes here by several percent from turn to turn, watched or not.
-3. What one record costs.
+2. Turns of some seconds: off (`monitoring.enabled: false`); on (events sent and analysed, the page's stream read,
+   `/metrics` scraped every five seconds, as with `parallel3d dashboards`); asked (on, and a hundred scrape `/metrics`
+   at once, every turn). The CPU time of the monitoring process is what the ranks may lose. A turn's speed is printed
+   too, but varies by several percent from turn to turn, monitored or not.
+3. What recording one event costs.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ AT_ONCE = 100
 SCRAPE_SECONDS = 5.0
 
 
-# The run, and those who look at it.
+# The run and its HTTP clients.
 
 
 class WatchedRun(Run):
-    """Hears which turn it is, and how much processor time this process takes for each."""
+    """Notes the CPU time of this process in each turn that its ranks announce."""
 
     turn = "settling"
     turned: asyncio.Event
@@ -70,7 +70,7 @@ class WatchedRun(Run):
         self._since = now
 
     shares: dict[str, list[float]]
-    """Of a core, by kind of turn."""
+    """CPU seconds per second, by kind of turn."""
 
 
 def config_of(case: str, folder: Path) -> RunConfig:
@@ -89,15 +89,15 @@ def config_of(case: str, folder: Path) -> RunConfig:
 
 
 async def watch(case: str, words: tuple[str, ...], folder: Path) -> tuple[dict[str, list[float]], int]:
-    """One run; gives the shares of a core that it took, and the number of answers that onlookers got."""
+    """One run; returns its CPU shares by turn, and the number of complete answers that clients got."""
     watched = WatchedRun(config_of(case, folder), target=Target(RANK, args=words))
     watched.turned, watched.shares = asyncio.Event(), {}
     async with watched:
-        with Onlookers(str(watched.endpoints["page"]), str(watched.endpoints["metrics"])) as onlookers:
-            looking = asyncio.create_task(look_on(watched, onlookers))
+        with Clients(str(watched.endpoints["page"]), str(watched.endpoints["metrics"])) as clients:
+            asking = asyncio.create_task(ask_by_turn(watched, clients))
             await watched.summary()
-            looking.cancel()
-            return watched.shares, onlookers.finish()
+            asking.cancel()
+            return watched.shares, clients.finish()
 
 
 def measure(case: str, rounds: int, pairs: int) -> dict[str, Any]:
@@ -123,33 +123,32 @@ def measure(case: str, rounds: int, pairs: int) -> dict[str, Any]:
 
 
 def uncertainty(values: list[float]) -> float:
-    """The standard error of the median. The spread is that of the middle half: a step that something else delayed says
-    nothing about the median."""
+    """The standard error of the median, from the spread of the middle half: delayed steps are outliers."""
     first, _, third = statistics.quantiles(values, n=4)
     return 1.25 * (third - first) / 1.349 / len(values) ** 0.5
 
 
-async def look_on(watched: WatchedRun, onlookers: Onlookers) -> None:
-    """As Prometheus does while it is on; a hundred at a time in the turns that are for that."""
+async def ask_by_turn(watched: WatchedRun, clients: Clients) -> None:
+    """Scrape as Prometheus does in the turns `on` and `asked`, and a hundred times at once in `asked`."""
     while True:
         watched.turned.clear()
         if watched.turn == "asked":
-            onlookers.ask(AT_ONCE)
+            clients.ask(AT_ONCE)
         while not watched.turned.is_set():
             if watched.turn in ("on", "asked"):
-                onlookers.ask(1)
+                clients.ask(1)
             try:
                 await asyncio.wait_for(watched.turned.wait(), SCRAPE_SECONDS)
             except TimeoutError:
                 continue
 
 
-class Onlookers:
-    """A process of their own, as they would be."""
+class Clients:
+    """HTTP clients in a process of their own."""
 
     def __init__(self, page: str, metrics: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), "look", page, metrics], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, str(SCRIPT), "clients", page, metrics], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
     def ask(self, times: int) -> None:
@@ -158,11 +157,11 @@ class Onlookers:
         self._process.stdin.flush()
 
     def finish(self) -> int:
-        """The number of whole answers."""
+        """End them; returns the number of complete answers."""
         out, _ = self._process.communicate(timeout=30)
         return int(out)
 
-    def __enter__(self) -> Onlookers:
+    def __enter__(self) -> Clients:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -170,8 +169,8 @@ class Onlookers:
         self._process.wait()
 
 
-def look(page: str, metrics: str) -> None:
-    """Read the page's stream, and ask for the metrics as often as stdin says; then say how many answers were whole."""
+def client_main(page: str, metrics: str) -> None:
+    """Read the page's stream and scrape as often as stdin says; then print the number of complete answers."""
     threading.Thread(target=read_stream, args=(page,), daemon=True).start()
     print(asyncio.run(answer_stdin(metrics, sys.stdin.buffer)))
 
@@ -205,11 +204,11 @@ async def scrape(metrics: str) -> bool:
     return answer.startswith(b"HTTP/1.1 200") and b"parallel3d_phase_seconds_total" in answer
 
 
-# What one record costs.
+# What recording one event costs.
 
 
 def record_seconds() -> float:
-    """The best of several: whatever disturbs makes it longer."""
+    """The best of several, because disturbances only add time."""
     recorder, num = Recorder(), 20_000
     found = []
     for _ in range(9):
@@ -247,7 +246,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["look"]:
-        look(*sys.argv[2:])
+    if sys.argv[1:2] == ["clients"]:
+        client_main(*sys.argv[2:])
     else:
         main()

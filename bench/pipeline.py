@@ -13,18 +13,25 @@ python bench/pipeline.py [--json] [--quick]
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import joined, launch_for_result, median, median_ratio, options, show, turn
-from pipeline_models import Sleeping, gpt_layers, gpt_loss
+from common import (
+    join_torch,
+    joined,
+    launch_for_result,
+    main_or_rank,
+    median,
+    median_ratio,
+    options,
+    show,
+    step_seconds,
+    turn,
+)
+from models import Sleeping, gpt_layers, gpt_loss
 from torch import nn
 from torch.distributed import pipelining
 
@@ -40,19 +47,10 @@ TORCH = {"1f1b": pipelining.Schedule1F1B, "gpipe": pipelining.ScheduleGPipe}
 
 
 class Bench:
-    """One rank: makes contestants and times their steps, all ranks together."""
+    """Makes the contestants of one rank."""
 
     def __init__(self, mesh: parallel3d.Mesh) -> None:
         self.mesh, self.me, self.size = mesh, mesh.pp.rank, mesh.pp.size
-
-    async def time(self, step: Callable[[], Any]) -> float:
-        """Seconds from the first rank's beginning to the last one's end."""
-        await self.mesh.pp.barrier()
-        start = time.perf_counter()
-        await step()
-        ends = await self.mesh.pp.all_gather(torch.tensor([start, time.perf_counter()], dtype=torch.float64))
-        starts, stops = ends.view(-1, 2).unbind(1)
-        return float(stops.max() - starts.min())
 
     async def mean(self, value: float) -> float:
         total = torch.tensor([value], dtype=torch.float64)
@@ -64,7 +62,7 @@ class Bench:
         return Executor(self.mesh, build(schedule, self.size, microbatches), {self.me: stage}, loss)
 
     def ours_of(self, schedule: str, make: Callable[[int], nn.Module], microbatches: int, loss: Any) -> Executor:
-        """With as many stages a rank as the schedule needs; `make` is given their number."""
+        """With as many stages a rank as the schedule needs. make: from that number to a stage's module."""
         virtual = 2 if schedule in ("interleaved", "round-robin", "zbv", "dualpipe-v") else 1
         table = build(schedule, self.size, microbatches, virtual)
         stages = {
@@ -76,7 +74,7 @@ class Bench:
     def torchs(
         self, schedule: str, module: nn.Module, microbatches: int, loss: Any, data: Any, computing: list[float]
     ) -> Callable[[], Any]:
-        """`computing` gets the seconds of forwards, losses and backwards."""
+        """A step of torch's schedule. computing: receives the seconds of forwards, losses and backwards."""
         stage = pipelining.PipelineStage(module, self.me, self.size, torch.device("cpu"))
         runner = TORCH[schedule](stage, microbatches, loss_fn=loss)
         inputs, targets = (torch.cat(list(each)) for each in data)
@@ -135,7 +133,7 @@ async def sleeping(bench: Bench, microbatches: int, forward: float, backward: fl
     for number in range(rounds + 1):
         for name in turn(contestants, number):
             module, computing, step = contestants[name]
-            seconds = await bench.time(step)
+            seconds = await step_seconds(bench.mesh.pp, step)
             slept, computed = await bench.mean(module.seconds()), await bench.mean(sum(computing) / microbatches)
             computing.clear()
             if number == 0:
@@ -155,7 +153,7 @@ async def sleeping(bench: Bench, microbatches: int, forward: float, backward: fl
 
 
 async def every_schedule(bench: Bench, microbatches: int, forward: float, backward: float, rounds: int) -> Any:
-    """Simulated over measured."""
+    """The simulated step over the measured one, by schedule."""
     data = [torch.ones(1, 8)] * microbatches, [torch.zeros(1, 8)] * microbatches
     found: dict[str, float] = {}
     for schedule in SCHEDULES:
@@ -173,7 +171,7 @@ async def every_schedule(bench: Bench, microbatches: int, forward: float, backwa
 
 
 async def profiled_cut(bench: Bench, sample: torch.Tensor) -> int:
-    """How many layers the first rank gets, as it finds out; the others wait meanwhile."""
+    """Layers of the first rank by `profile`, which it measures while the others wait."""
     number = torch.zeros(1, dtype=torch.int64)
     if bench.me == 0:
         model = nn.Sequential(*gpt_layers())
@@ -182,7 +180,7 @@ async def profiled_cut(bench: Bench, sample: torch.Tensor) -> int:
 
 
 async def gpt(bench: Bench, sequence: int, quick: bool) -> dict[str, Any]:
-    """Every step's seconds. Short steps differ more from one to the next, and take less time."""
+    """Seconds of every step. Short steps vary more and cost less, so they are repeated more often."""
     rounds = 5 if quick else 10 if sequence > 16 else 30
     batch, microbatches = 16, 8
     torch.manual_seed(1)
@@ -217,7 +215,7 @@ async def gpt(bench: Bench, sequence: int, quick: bool) -> dict[str, Any]:
         for name in turn(modules, number):
             for parameter in modules[name].parameters():
                 parameter.grad = None
-            took = await bench.time(steps[name])
+            took = await step_seconds(bench.mesh.pp, steps[name])
             if number < 2:
                 continue  # torch makes connections and imports what it needs
             seconds[name].append(took)
@@ -229,7 +227,7 @@ async def gpt(bench: Bench, sequence: int, quick: bool) -> dict[str, Any]:
 
 
 def pooled(launches: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over all of them."""
+    """Medians over all launches."""
     seconds = joined(launches, "seconds")
 
     def over(one: str, other: str) -> float:
@@ -246,27 +244,16 @@ def pooled(launches: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def rank_main() -> None:
-    """One rank; the first leaves what was found in the file that the last word names."""
-    found = parallel3d.run(measure)
-    if os.environ["RANK"] == "0":
-        Path(sys.argv[-1]).write_text(json.dumps(found))
-
-
-async def measure() -> dict[str, Any]:
-    case, quick, path = sys.argv[2], sys.argv[3] == "quick", sys.argv[-1]
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    size = int(os.environ["WORLD_SIZE"])
-    store = f"file://{Path(path).with_name('torch-store')}"
-    dist.init_process_group("gloo", init_method=store, rank=int(os.environ["RANK"]), world_size=size)
+async def measure(case: str, length: str, *numbers: str) -> dict[str, Any]:
+    quick, size = length == "quick", join_torch()[1]
     async with parallel3d.mesh(pp=size, threads=1, timeout=120) as mesh:
         bench = Bench(mesh)
         if case == "gpt":
-            found = await gpt(bench, int(sys.argv[4]), quick)
+            found = await gpt(bench, int(numbers[0]), quick)
         else:
-            forward, backward = (float(each) * MS for each in sys.argv[5:7])
+            forward, backward = (float(each) * MS for each in numbers[1:])
             run = sleeping if case == "sleep" else every_schedule
-            found = await run(bench, int(sys.argv[4]), forward, backward, 1 if quick else 5)
+            found = await run(bench, int(numbers[0]), forward, backward, 1 if quick else 5)
     dist.destroy_process_group()
     return found
 
@@ -304,13 +291,13 @@ def main() -> None:
     chosen = options(__doc__)
     words, launches = ("quick", 1) if chosen.quick else ("full", 5)
     sizes = [(4, 8, 10, 20)] if chosen.quick else [(4, 8, 10, 20), (8, 16, 10, 20), (4, 8, 20, 40), (8, 16, 20, 40)]
-    sleeps: list[Any] = [
-        launch_for_result(ranks, __file__, "rank", "sleep", words, str(number), str(forward), str(backward))
+    sleeps = [
+        launch_for_result(ranks, __file__, "sleep", words, str(number), str(forward), str(backward))
         for ranks, number, forward, backward in sizes
     ]
-    every: Any = launch_for_result(4, __file__, "rank", "every", words, "8", "10", "20")
-    gpts: list[Any] = [
-        pooled([launch_for_result(2, __file__, "rank", "gpt", words, str(length)) for _ in range(launches)])
+    every = launch_for_result(4, __file__, "every", words, "8", "10", "20")
+    gpts = [
+        pooled([launch_for_result(2, __file__, "gpt", words, str(length)) for _ in range(launches)])
         for length in (128, 8)
     ]
     result = {"sleeping": sleeps, "simulated_share": every, "gpt": gpts}
@@ -318,7 +305,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["rank"]:
-        rank_main()
-    else:
-        main()
+    main_or_rank(main, measure)

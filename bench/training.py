@@ -12,27 +12,31 @@ One small GPT (4 blocks, width 256, batch 16), AdamW, one thread a rank:
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import joined, launch_for_result, median, median_ratio, options, show, turn
-from pipeline_models import LAYERS, gpt_loss
+from common import (
+    join_torch,
+    joined,
+    launch_for_result,
+    main_or_rank,
+    median,
+    median_ratio,
+    options,
+    show,
+    step_seconds,
+    turn,
+)
+from models import LAYERS, SmallGPT, gpt_loss
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-from training_model import SmallGPT
 
-import parallel3d
 from parallel3d.config import load_config
 from parallel3d.training.coordinator import Coordinator
 
@@ -99,7 +103,7 @@ def dtensor(inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[], None]:
 def one_f_one_b(
     model: nn.Module, stage: int, group: Any, inputs: torch.Tensor, targets: torch.Tensor
 ) -> Callable[[], Any]:
-    """Of two stages."""
+    """A step of one of two stages in torch's 1F1B."""
     placed = pipelining.PipelineStage(model, stage, 2, torch.device("cpu"), group=group)
     schedule = pipelining.Schedule1F1B(placed, MICROBATCHES, loss_fn=gpt_loss)
     return (lambda: schedule.step(inputs)) if stage == 0 else (lambda: schedule.step(target=targets, losses=[]))
@@ -116,7 +120,7 @@ def torch_pipeline(inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[], 
 
 
 def composed(inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[], None]:
-    """Stages that DTensor cuts, each replica's in DDP, in torch's 1F1B."""
+    """Stages cut by DTensor, replicated by DDP, in torch's 1F1B."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "tp", "pp"))
     stage, replica = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
     model = half(stage)
@@ -128,7 +132,7 @@ def composed(inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[], None]:
 
 
 def peers(case: str, rank: int, size: int, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
-    """By name, each a step."""
+    """Steps of what users would pick instead, by name."""
     part = inputs.chunk(size)[rank], targets.chunk(size)[rank]
     if case == "single":
         return {"plain loop": plain(inputs, targets)}
@@ -141,16 +145,12 @@ def peers(case: str, rank: int, size: int, inputs: torch.Tensor, targets: torch.
     return {"DDP + DTensor + torch 1F1B": composed(inputs, targets)}
 
 
-async def measure() -> dict[str, Any]:
-    case, quick, path = sys.argv[2], sys.argv[3] == "quick", sys.argv[-1]
+async def measure(case: str, length: str) -> dict[str, Any]:
     dp, tp, pp, sequence, num_steps = CASES[case]
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = f"file://{Path(path).with_name('torch-store')}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    rank, size = join_torch()
     inputs, targets = data(sequence)
     settings = {
-        "model": {"factory": "training_model:SmallGPT", "layers": "blocks.*"},
+        "model": {"factory": "models:SmallGPT", "layers": "blocks.*"},
         "data.sequence": sequence,
         "parallel": {"dp": dp, "tp": tp, "pp": pp},
         "pipeline.microbatches": MICROBATCHES if pp > 1 else 1,
@@ -166,7 +166,8 @@ async def measure() -> dict[str, Any]:
             coordinator = Coordinator.from_config(load_config(None, overrides=given, world_size=size))
             name = "parallel3d" if schedule == "1f1b" else f"parallel3d, {schedule}"
             ours[name] = await stack.enter_async_context(coordinator)
-        found = await turns(ours, peers(case, rank, size, inputs, targets), (inputs, targets), num_steps, quick)
+        others = peers(case, rank, size, inputs, targets)
+        found = await turns(ours, others, (inputs, targets), num_steps, length == "quick")
     dist.destroy_process_group()
     return {"case": case, "mesh": [dp, tp, pp], "sequence": sequence, **found}
 
@@ -185,7 +186,7 @@ async def turns(
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for number in range(2 + (3 if quick else 5)):
         for name in turn(contestants, number):
-            took = await timed(mesh, contestants[name], num_steps)
+            took = await step_seconds(mesh.world, contestants[name], num_steps)
             if number >= 2:  # the first steps make connections and load what torch loads late
                 seconds[name].append(took)
     return {
@@ -197,29 +198,11 @@ async def turns(
 
 
 def pooled(launches: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over all of them."""
+    """Medians over all launches."""
     seconds = joined(launches, "seconds")
     mine = seconds["parallel3d"]
     ratios = {name: median_ratio(theirs, mine) for name, theirs in seconds.items() if name != "parallel3d"}
     return {**launches[-1], "seconds": {name: median(values) for name, values in seconds.items()}, "ratios": ratios}
-
-
-async def timed(mesh: parallel3d.Mesh, step: Step, num_steps: int) -> float:
-    """Seconds of a step, from the first rank's beginning to the last one's end."""
-    await mesh.world.barrier()
-    start = time.perf_counter()
-    for _ in range(num_steps):
-        await step()
-    ends = await mesh.world.all_gather(torch.tensor([start, time.perf_counter()], dtype=torch.float64))
-    starts, stops = ends.view(-1, 2).unbind(1)
-    return float(stops.max() - starts.min()) / num_steps
-
-
-def rank_main() -> None:
-    """One rank; the first leaves what was found in the file that the last word names."""
-    found = parallel3d.run(measure)
-    if os.environ["RANK"] == "0":
-        Path(sys.argv[-1]).write_text(json.dumps(found))
 
 
 def lines_of(results: list[dict[str, Any]]) -> list[str]:
@@ -243,14 +226,10 @@ def main() -> None:
     words, launches = ("quick", 1) if chosen.quick else ("full", 4)
     sizes = {name: dp * tp * pp for name, (dp, tp, pp, _, _) in CASES.items()}
     results = [
-        pooled([launch_for_result(sizes[name], __file__, "rank", name, words) for _ in range(launches)])
-        for name in CASES
+        pooled([launch_for_result(sizes[name], __file__, name, words) for _ in range(launches)]) for name in CASES
     ]
     show({"cases": results}, lines_of(results), chosen.json)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["rank"]:
-        rank_main()
-    else:
-        main()
+    main_or_rank(main, measure)

@@ -1,4 +1,4 @@
-"""A plain torch model in a loop of its own, trained with others by a gradient server:
+"""A plain torch training loop whose gradients a gradient server averages over its workers:
 
 parallel3d serve-gradients --workers 2 --samples 64 --steps 100
 python examples/gradient_worker.py 127.0.0.1:9000    # twice, on any hosts that reach the server
@@ -17,7 +17,7 @@ EVERY = 20  # steps
 
 
 def samples(step: int, total: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """All of a step's, the same on every worker."""
+    """All samples of a step, the same on every worker."""
     x = torch.rand(total, 1, generator=torch.Generator().manual_seed(step))
     return x, torch.sin(6 * x)
 
@@ -26,7 +26,7 @@ async def main() -> None:
     model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     async with parallel3d.GradientWorker(sys.argv[1]) as worker:
-        worker.attach(model, optimizer)  # the first worker's weights become everybody's
+        worker.attach(model, optimizer)  # all workers start with the first one's weights
         async for share in worker.shares():
             x, y = samples(share.step, share.total)
             loss = nn.functional.mse_loss(model(x[share.start : share.end]), y[share.start : share.end])
@@ -35,7 +35,7 @@ async def main() -> None:
             try:
                 average = await worker.average(loss=loss)  # into every .grad, whole or not at all
             except parallel3d.ShareChanged:
-                continue  # somebody came or left: the step's samples are shared anew
+                continue  # a worker joined or left: the samples are divided again
             optimizer.step()
             if share.step % EVERY == 0:
                 print(f"step {share.step}: samples {share.start} to {share.end}, loss of all {average.loss:.4f}")

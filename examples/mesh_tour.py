@@ -1,4 +1,4 @@
-"""Form a mesh, show who is where, and check a collective on each group.
+"""Form a mesh, print its ranks, and check a collective on each group.
 
 parallel3d launch -n 8 examples/mesh_tour.py configs/mesh-2x2x2.yaml
 """
@@ -21,7 +21,7 @@ def table(mesh: parallel3d.Mesh) -> str:
 
 
 async def check(mesh: parallel3d.Mesh, group: parallel3d.Group) -> bool:
-    """Sum the ranks of a group over the group, and see whether that is what every rank of the mesh got."""
+    """All-reduce rank numbers over the group; whether the sum is correct on every rank of the mesh."""
     tensor = group.empty(1 << 16)
     tensor.fill_(mesh.rank)
     await group.all_reduce(tensor, op="sum", timeout=10.0)

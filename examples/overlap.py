@@ -1,4 +1,4 @@
-"""Compute while an all-reduce is under way.
+"""Compute while an all-reduce runs.
 
 parallel3d launch -n 2 examples/overlap.py
 """
@@ -14,7 +14,7 @@ async def main() -> None:
         gradients.fill_(mesh.rank)
         inputs, weights = torch.ones(256, 512), torch.ones(512, 128)
 
-        work = mesh.dp.all_reduce(gradients, op="mean")  # under way from here on: leave the tensor alone…
+        work = mesh.dp.all_reduce(gradients, op="mean")  # starts here: don't touch the tensor…
         outputs = await mesh.compute(torch.mm, inputs, weights)  # …while this runs on the engine thread
         await work  # …until here
 

@@ -1,6 +1,6 @@
-"""An asyncio runtime for 3D-parallel training on torch: the face users import.
+"""An asyncio runtime for 3D-parallel training on torch: the public names.
 
-Names are loaded when first used, so that `parallel3d validate` and the like never wait for torch.
+They are loaded on first use, so that commands like `parallel3d validate` don't load torch.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'parallel3d' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value  # the next access does not come here; also keeps `mesh` the function, not the module
+    globals()[name] = value  # later accesses skip this function
     return value
 
 

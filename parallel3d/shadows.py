@@ -1,4 +1,4 @@
-"""Refuses to run when a file of the user's hides one of our packages with a common name."""
+"""Fails the import of parallel3d if a user's file hides one of our packages that have common names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HOME = Path(__file__).resolve().parent.parent
 
 
 def _found(name: str) -> Path | None:
-    """Where a plain `import name` would look first; sys.modules would hide what launch has preloaded."""
+    """The file that `import name` would load in a new process; sys.modules is ignored, as launch preloads ours."""
     spec = importlib.machinery.PathFinder.find_spec(name, sys.path) or importlib.util.find_spec(name)
     if spec is None:
         return None
@@ -21,7 +21,7 @@ def _found(name: str) -> Path | None:
 
 
 def refuse_shadows() -> None:
-    """Raise ImportError that names the user's file, where `import runtime` would load it and not ours."""
+    """Raise ImportError, which names the user's file, if e.g. `import runtime` would load it instead of ours."""
     for name in _COMMON_NAMES:
         found = _found(name)
         ours = _HOME / name / "__init__.py"

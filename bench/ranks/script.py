@@ -1,5 +1,5 @@
-"""Runs a script of bench/ as a rank. Launched itself, it would be refused for bench/monitoring.py beside it, which has
-the name of a package of ours; so its folder comes last on the import path here."""
+"""Runs a script of bench/ as a rank, with bench/ last on the import path: launched directly, it would be refused for
+bench/monitoring.py beside it, which has the name of one of our packages."""
 
 import runpy
 import sys

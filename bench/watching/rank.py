@@ -1,6 +1,6 @@
-"""A rank of bench/monitoring.py: the same steps, watched and not, in turns.
+"""A rank of bench/monitoring.py: the same steps with and without monitoring, in turns.
 
-In a folder of its own, because there it hides no package of ours.
+Not in bench/, where monitoring.py would hide one of our packages.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from runtime.loop import run
 TURNS = ("off", "on", "asked")
 TURN_SECONDS = 5.0
 SETTLING_SECONDS = 3.0
-"""Of a turn, that don't count: what the turn before has left is worked off in them."""
+"""At the start of a turn, not counted: work left by the turn before ends in them."""
 
 
 async def take_turns(rounds: int, pairs: int, folder: Path) -> dict[str, list[float]]:
-    """Seconds of a step, one for each round: its mean by kind of turn, and single ones with recording off and on."""
+    """Seconds of a step: the mean of each turn by its kind, and single steps with recording off and on."""
     config = load_config(folder / "config.yaml", environ={})
     control = rank_control()
     assert control is not None
@@ -49,8 +49,8 @@ def batch_of(coordinator: Coordinator) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Switch:
-    """Turns recording off and on as `monitoring.enabled` does, in one coordinator and executor: two would have weights
-    and messages in different places, and one of them may be faster by more than what is measured here."""
+    """Turns recording off and on as `monitoring.enabled` does, inside one coordinator and executor: the weights and
+    messages of two have other addresses, which may change a step's time by more than what is measured here."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator, self._recorder = coordinator, coordinator.recorder
@@ -64,7 +64,7 @@ class Switch:
 
 
 class Turns:
-    """The same steps, watched and not."""
+    """The same steps with and without monitoring."""
 
     def __init__(self, coordinator: Coordinator, owner: SupervisorOwner) -> None:
         self._coordinator, self._mesh, self._owner = coordinator, coordinator.mesh, owner
@@ -72,7 +72,7 @@ class Turns:
         self._steps = Steps(coordinator, owner, LastSteps(coordinator.mesh, coordinator.recorder))
 
     async def warm_up(self) -> None:
-        """The first steps load what torch loads late; then as many a turn as take about its time."""
+        """Make first steps, in which torch loads what it needs, and measure how many fit a turn."""
         self._owner.send("ready", **facts_of(self._coordinator))
         for on in (True, False):
             self._switch.turn(on)
@@ -95,25 +95,25 @@ class Turns:
         self._switch.turn(name != "off")
         with sending_events(self._coordinator, self._owner):
             await self._make_steps(SETTLING_SECONDS)
-            self._tell(name)
+            self._announce(name)
             seconds = await self._make_steps(TURN_SECONDS)
-            self._tell("settling")
+            self._announce("settling")
         return seconds
 
     async def _make_steps(self, seconds: float) -> float:
-        """About so many seconds of them; gives one's mean."""
+        """Make steps for about that long; returns their mean seconds."""
         start, num = time.perf_counter(), max(1, int(seconds * self._steps_a_second))
         for _ in range(num):
             await self._steps.make(self._batch)
         return (time.perf_counter() - start) / num
 
-    def _tell(self, turn: str) -> None:
+    def _announce(self, turn: str) -> None:
         if self._mesh.rank == 0:
             self._owner.send("turn", name=turn)
 
     async def alternate(self, pairs: int) -> dict[str, list[float]]:
-        """One step without recording and one with it, again and again: this machine's speed changes from second to
-        second by more than what a record costs."""
+        """Single steps without and with recording, alternating, because the machine's speed changes from second to
+        second by more than recording costs."""
         seconds: dict[str, list[float]] = {"unrecorded": [], "recorded": []}
         with sending_events(self._coordinator, self._owner):
             for number in range(2 * pairs):

@@ -1,4 +1,4 @@
-"""One rank of torch.distributed's gloo: the raw blocking calls."""
+"""A rank of torch.distributed's gloo: the raw blocking calls."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from parallel3d.benchmarks.known_values import check_sum, fill
 from parallel3d.benchmarks.plan import torch_dtype
-from parallel3d.benchmarks.wire import Command, end_quietly_on_interrupt, serve, stdout_to_stderr
+from parallel3d.benchmarks.worker import Command, check_sum, end_quietly_on_interrupt, fill, serve, stdout_to_stderr
 from runtime.launch.fork_server import STORE_FD
 
 
 def join_gloo() -> None:
-    """Meet the other ranks of this launch, over the launcher's store: no port is opened for it."""
+    """Join the gloo group of this launch through the launcher's store, which needs no port."""
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(f"/proc/self/fd/{os.environ[STORE_FD]}", size)
@@ -24,7 +23,7 @@ def join_gloo() -> None:
 
 
 class GlooRank:
-    """All-reduces, or sends there and back between ranks 0 and 1."""
+    """All-reduces, or round trips between ranks 0 and 1."""
 
     def __init__(self) -> None:
         self.rank, self._size = dist.get_rank(), dist.get_world_size()
@@ -33,7 +32,7 @@ class GlooRank:
 
     def prepare(self, command: Command) -> None:
         dtype = torch_dtype(command.dtype)
-        self.rest()  # freed before the next one is made
+        self.rest()  # frees the old one first
         self._tensor = torch.zeros(command.num_bytes // dtype.itemsize, dtype=dtype)
         self._kind = command.kind
 

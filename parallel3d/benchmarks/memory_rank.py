@@ -1,4 +1,4 @@
-"""The memory limit: what an all-reduce's bytes cost as plain `add_` and `copy_`, on all cores, without any waiting.
+"""The memory limit: the bytes of an all-reduce as plain `add_` and `copy_`, on all cores, without waiting.
 
 A direct all-reduce of S bytes among N ranks cuts the tensor into N slices. The owner of a slice adds the other N-1
 tensors' slices to its own and copies the result into them:
@@ -10,10 +10,10 @@ tensors' slices to its own and copies the result into them:
     │ ◀───── │  ◀─────  │  2+=0,1  │     tensor 2
     └────────┴──────────┴──────────┘
 
-On the host that is N·(N-1) times `add_` and as often `copy_`, of S/N bytes each. One process for each usable core, with
-one torch thread, does its share: the same for its part of the tensors, 1/P of each, in pieces like ours, that stay
-in the cache between the adding and the copying. All tensors together are N·S bytes, as in the all-reduce itself.
-Below some 64 KiB this measures what the calls of `add_` and `copy_` cost, and C code may well be faster.
+Together that is N·(N-1) `add_` and as many `copy_`, of S/N bytes each. P processes, one for each usable core and with
+one torch thread, each do this for 1/P of every tensor, in pieces as large as ours, which stay in the cache between the
+adding and the copying. All tensors together are N·S bytes, as in the all-reduce itself.
+Below about 64 KiB this measures the overhead of calling `add_` and `copy_`; C code may be faster.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.benchmarks.gloo_rank import join_gloo
-from parallel3d.benchmarks.known_values import check_sum, fill
 from parallel3d.benchmarks.plan import torch_dtype
-from parallel3d.benchmarks.wire import Command, end_quietly_on_interrupt, serve, stdout_to_stderr
+from parallel3d.benchmarks.worker import Command, check_sum, end_quietly_on_interrupt, fill, serve, stdout_to_stderr
 from process_groups.reduction import piece_bytes
 
 
 def cut(length: int, parts: int) -> list[range]:
-    """`length` elements in so many parts, the first of them one longer where it does not come out even."""
+    """`length` elements in `parts` ranges; the first ones are one longer if it does not divide evenly."""
     short, longer = divmod(length, parts)
     starts = [part * short + min(part, longer) for part in range(parts + 1)]
     return [range(starts[part], starts[part + 1]) for part in range(parts)]
@@ -48,7 +47,7 @@ class MemoryRank:
 
     def prepare(self, command: Command) -> None:
         dtype = torch_dtype(command.dtype)
-        self.rest()  # freed before the next ones are made
+        self.rest()  # frees the old ones first
         mine = cut(command.num_bytes // dtype.itemsize, self._num_cores)[self.rank]
         self.tensors = [torch.zeros(len(mine), dtype=dtype) for _ in range(self._num_tensors)]
         step = piece_bytes(self._num_tensors) // dtype.itemsize

@@ -1,4 +1,4 @@
-"""One rank of MPI: mpi4py's in-place Allreduce on numpy arrays, under mpirun. No torch: it would only take longer."""
+"""A rank of MPI: mpi4py's in-place Allreduce on numpy arrays, under mpirun. No torch, which loads slowly."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from functools import partial
 import numpy as np
 from mpi4py import MPI
 
-from parallel3d.benchmarks.known_values import check_sum, fill
-from parallel3d.benchmarks.wire import Command, end_quietly_on_interrupt, serve, stdout_to_stderr
+from parallel3d.benchmarks.worker import Command, check_sum, end_quietly_on_interrupt, fill, serve, stdout_to_stderr
 from runtime.launch.processes import die_with_parent
 
 
@@ -25,7 +24,7 @@ class MpiRank:
 
     def prepare(self, command: Command) -> None:
         dtype = np.dtype(command.dtype)
-        self.rest()  # freed before the next one is made
+        self.rest()  # frees the old one first
         self._array = np.zeros(command.num_bytes // dtype.itemsize, dtype=dtype)
         self._array.fill(0)  # touches every page
 
@@ -50,5 +49,5 @@ class MpiRank:
 if __name__ == "__main__":
     stdout_to_stderr()
     end_quietly_on_interrupt()
-    die_with_parent(os.getppid(), signal.SIGKILL)  # mpirun itself, killed, would leave its ranks
+    die_with_parent(os.getppid(), signal.SIGKILL)  # a killed mpirun leaves its ranks running
     serve(MpiRank(), *sys.argv[1:])

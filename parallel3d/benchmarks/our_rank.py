@@ -1,4 +1,4 @@
-"""One rank of ours: all-reduces and sends on a mesh, awaited as users await them."""
+"""A rank of ours: all-reduces and sends on a mesh, awaited as users await them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from functools import partial
 import torch
 
 import parallel3d
-from parallel3d.benchmarks.known_values import check_sum, fill
 from parallel3d.benchmarks.plan import torch_dtype
-from parallel3d.benchmarks.wire import Command, stdout_to_stderr, to_line
+from parallel3d.benchmarks.worker import Command, check_sum, fill, stdout_to_stderr, to_line
 
 _CALL_SECONDS = 120.0  # the deadline of one call
 
 
 class OurRank:
-    """Keeps tensors from one command to the next, until told to rest."""
+    """Runs commands on one group; keeps tensors until the command `rest`."""
 
     def __init__(self, group: parallel3d.Group) -> None:
         self._group = group
@@ -41,7 +40,7 @@ class OurRank:
             dtype = torch_dtype(command.dtype)
             make = self._group.empty if command.registered else torch.empty
             self._tensors[wanted] = make(command.num_bytes // dtype.itemsize, dtype=dtype).zero_()
-        return self._tensors[wanted]  # zeros still: a sum of them, or what `check` leaves
+        return self._tensors[wanted]  # all zeros: sums of zeros, or what a check leaves
 
     async def _time_all_reduces(self, tensor: torch.Tensor, command: Command) -> float:
         group = self._group
@@ -70,10 +69,10 @@ class OurRank:
         if command.check:
             await self._check_sends(tensor, peer)
         for _ in range(command.warm_up):
-            await self._there_and_back(tensor, peer)
+            await self._round_trip(tensor, peer)
         start = time.perf_counter()
         for _ in range(command.repeats):
-            await self._there_and_back(tensor, peer)
+            await self._round_trip(tensor, peer)
         return (time.perf_counter() - start) / command.num_timed
 
     async def _check_sends(self, tensor: torch.Tensor, peer: int) -> None:
@@ -87,7 +86,7 @@ class OurRank:
                 check_sum(tensor, range(peer, peer + 1), make, f"a send of {tensor.nbytes} bytes")
         tensor.zero_()
 
-    async def _there_and_back(self, tensor: torch.Tensor, peer: int) -> None:
+    async def _round_trip(self, tensor: torch.Tensor, peer: int) -> None:
         if peer:
             await self._group.send(tensor, peer)
             await self._group.recv(tensor, peer)
@@ -96,13 +95,13 @@ class OurRank:
             await self._group.send(tensor, peer)
 
 
-async def main(crew: str, path: str) -> None:
-    """Carry out commands until the bench process hangs up."""
+async def main(workers: str, path: str) -> None:
+    """Run commands until the bench process closes the connection."""
     world_size = int(os.environ["WORLD_SIZE"])
     async with parallel3d.mesh(dp=world_size, timeout=_CALL_SECONDS, threads=1) as mesh:
         rank = OurRank(mesh.world)
         reader, writer = await asyncio.open_unix_connection(path)
-        writer.write(to_line(crew=crew, rank=mesh.rank))
+        writer.write(to_line(workers=workers, rank=mesh.rank))
         async for line in reader:
             try:
                 seconds = await rank.perform(Command.from_line(line))

@@ -1,15 +1,16 @@
-"""What a run of `bench collectives` is asked for, checked before a process starts."""
+"""What a run of `bench collectives` measures, parsed from its options and checked before a process starts."""
 
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from parallel3d.benchmarks.known_values import largest_sum
-from parallel3d.benchmarks.sizes import human, parse_sizes
+from parallel3d.benchmarks.worker import largest_sum
+from parallel3d.formatting import BYTES, LARGEST_SIZE, in_base_unit
 from process_groups.arena import available_memory
 from process_groups.group import REDUCIBLE, STRATEGIES
 from runtime.errors import InvalidCall
@@ -19,19 +20,20 @@ SIZES = "4,4KiB,64KiB,1MiB,16MiB,64MiB,256MiB"
 QUICK_SIZES = "4,64KiB,1MiB,16MiB"
 ROUNDS, QUICK_ROUNDS = 5, 3
 _TURNS_AND_CALLS = {64 << 10: (7, 40), 1 << 20: (7, 20), 16 << 20: (3, 8), 64 << 20: (5, 2), math.inf: (2, 2)}
-"""Up to so many bytes: turns in a round, and calls in a turn. Of 64 MiB, calls vary the most: half fits a cache."""
+"""By the most bytes: turns in a round, calls in a turn. Times of 64 MiB vary most: half of it fits a cache."""
 _EXACT_UP_TO = {"int8": 127, "uint8": 255, "bfloat16": 1 << 8, "float16": 1 << 11}
-# Of every rank's tensor: itself, and as much again for what a peer may allocate inside a call, as some of MPI's
-# algorithms do, or for our tensor that is not registered. One crew at a time holds tensors.
+_SIZE_UNITS = {"": 1, **{letter: BYTES[f"{letter}ib"] for letter in "kmg"}, **BYTES}
+# Of every rank's tensor: itself, and as much again that a peer may allocate in a call (some algorithms of MPI do), or
+# for our unregistered tensor. Only one contestant's ranks hold tensors at a time.
 _COPIES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that a run is asked for."""
+    """The sizes, ranks and repeats of one benchmark run."""
 
     ranks: tuple[int, ...]
-    """Each number of ranks is measured by itself."""
+    """Each number is measured by itself."""
     sizes: tuple[int, ...]
     strategies: tuple[str, ...]
     dtype: str = "float32"
@@ -43,11 +45,11 @@ class Plan:
         return DTYPES[self.dtype].itemsize
 
     def repeats(self, num_bytes: int) -> int:
-        """Calls in one turn, the same for every contestant: so many that its start does not count."""
+        """Calls in one turn, the same for every contestant."""
         return _turns_and_calls(num_bytes)[1]
 
     def turns(self, num_bytes: int) -> int:
-        """Turns of each contestant in one round, whose median is the round's value."""
+        """Turns of each contestant in one round; the round's value is their median."""
         return 1 if self.quick else _turns_and_calls(num_bytes)[0]
 
 
@@ -63,7 +65,7 @@ def make_plan(
     rounds: int | None,
     quick: bool,
 ) -> Plan:
-    """The plan that the command line's words ask for; InvalidCall says which word is wrong, and the remedy."""
+    """The plan of these command-line options. Raises InvalidCall, which names the wrong option and the remedy."""
     if dtype not in DTYPES:
         raise InvalidCall(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
     if rounds is not None and rounds < 1:
@@ -131,5 +133,32 @@ def _check_memory(plan: Plan, available: int) -> None:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of this name, one of those that can be reduced."""
+    """The torch dtype of this name, a key of `DTYPES`."""
     return DTYPES[name]
+
+
+def parse_size(text: str) -> int:
+    """Bytes. KiB is 1024 and KB 1000 as in the YAML file, K is KiB as in nccl-tests."""
+    size, shown = in_base_unit(text, _SIZE_UNITS), reprlib.repr(text.strip())
+    if size is None:
+        raise InvalidCall(f"--sizes {shown} is not a size such as 4, 64KiB or 1.5MiB.")
+    if size < 1 or not size.is_integer():
+        raise InvalidCall(f"--sizes {shown} is {size:g} bytes; give whole ones, 1 or more.")
+    if size > LARGEST_SIZE:
+        raise InvalidCall(f"--sizes {shown} is more than any memory; give less than 8 EiB.")
+    return int(size)
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """A comma-separated list, in its order, without repeats."""
+    return tuple(dict.fromkeys(parse_size(part) for part in text.split(",")))
+
+
+def human(num_bytes: float) -> str:
+    """In the largest unit below the size: `64 KiB`, `1.5 MiB`; in KB and MB if only these divide it."""
+    ending = "B" if num_bytes % 1000 == 0 and num_bytes % 1024 else "iB"
+    for letter in "GMK":
+        unit = BYTES[f"{letter}{ending}".lower()]
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.4g} {letter}{ending}"
+    return f"{num_bytes:.0f} B"

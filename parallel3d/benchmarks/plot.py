@@ -1,4 +1,4 @@
-"""Bandwidths and times over the size, as a picture. matplotlib is loaded when it is drawn."""
+"""Results as a picture: bandwidths and times over the size. Loads matplotlib when called."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallel3d.benchmarks.document import headline
-from parallel3d.benchmarks.figures import PEERS, Measured, Run, all_reduce_factor, figures
-from parallel3d.benchmarks.plan import Plan
-from parallel3d.benchmarks.sizes import human
+from monitoring.events.collectives import bus_factor
+from parallel3d.benchmarks.plan import Plan, human
+from parallel3d.benchmarks.results import PEERS, Measured, Run, figures, headline
 from parallel3d.benchmarks.table import over_rounds
 from runtime.errors import InvalidCall
 
@@ -22,7 +21,7 @@ _FORMATS = (".png", ".svg", ".pdf")
 
 
 def check_plot(path: Path) -> None:
-    """Raise InvalidCall where the picture could not be drawn in the end; leaves nothing there."""
+    """Raise InvalidCall if the picture can't be drawn or written; leaves no file."""
     if path.suffix.lower() not in _FORMATS:
         raise InvalidCall(f"--plot {path}: the name must end in {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}.")
     if importlib.util.find_spec("matplotlib") is None:
@@ -51,7 +50,7 @@ def picture(plan: Plan, facts: Mapping[str, Any], runs: Sequence[Run]) -> Figure
     rows = drawn.subplots(3, len(runs), sharey="row", squeeze=False)
     for number, run in enumerate(runs):
         bandwidth, time, send = rows[:, number]
-        factor, of_ranks = all_reduce_factor(run.num_ranks), f"{run.num_ranks} ranks"
+        factor, of_ranks = bus_factor("all_reduce", run.num_ranks), f"{run.num_ranks} ranks"
         _draw_lines(bandwidth, f"all-reduce, {of_ranks}: bandwidth", run.all_reduce, factor, "busbw", 1.0)
         _draw_lines(time, f"all-reduce, {of_ranks}: time", run.all_reduce, factor, "seconds", 1e6)
         _draw_lines(send, f"send, rank 0 to rank 1 of {run.num_ranks}: time", run.send, 1.0, "seconds", 1e6)
@@ -77,7 +76,7 @@ def _draw_lines(panel: Axes, title: str, measured: Sequence[Measured], factor: f
 
 
 def _style(name: str, number: int) -> dict[str, Any]:
-    """Colour, marker and dashes: lines that lie close together can be told apart, also in grey. Peers are black."""
+    """Colour, marker and dashes that tell close lines apart, also without colour. Peers are black."""
     markers, dashes = "os^DvPX*<>hp", ("-", (0, (6, 2)), (0, (6, 2, 1, 2)), (0, (1, 1)))
     if name in PEERS:
         number = PEERS.index(name)

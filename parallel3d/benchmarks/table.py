@@ -1,22 +1,22 @@
-"""The results as tables for people, in the columns of nccl-tests. No torch."""
+"""Results as text tables, with the columns of nccl-tests."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 
-from parallel3d.benchmarks.figures import (
+from monitoring.events.collectives import bus_factor
+from parallel3d.benchmarks.plan import human
+from parallel3d.benchmarks.results import (
     MPI,
     PEERS,
     Figures,
     Measured,
     Run,
-    all_reduce_factor,
     fastest_of_ours,
     figures,
     geometric_means,
 )
-from parallel3d.benchmarks.sizes import human
 
 _COLUMNS = (
     ("size", 9),
@@ -30,9 +30,9 @@ _COLUMNS = (
     ("x mpi", 7),
     ("of memory limit", 15),
 )
-"""Name and width; left-aligned where that is negative."""
+"""Name and width; negative: left-aligned."""
 
-_LIMIT_FROM = 64 << 10  # bytes: of smaller tensors the memory limit is only the price of torch's calls
+_LIMIT_FROM = 64 << 10  # bytes: below, the memory limit is the overhead of torch's calls
 
 
 def render(run: Run, dtype: str, rounds: int) -> str:
@@ -44,7 +44,7 @@ def render(run: Run, dtype: str, rounds: int) -> str:
     send_columns = [name for name in all_reduce_columns if name not in ("busbw GB/s", "x mpi", "of memory limit")]
     lines = [
         f"all-reduce, {run.num_ranks} ranks, {dtype}, {of_rounds} (* fastest of ours)",
-        *_table(run.all_reduce, all_reduce_factor(run.num_ranks), all_reduce_columns),
+        *_table(run.all_reduce, bus_factor("all_reduce", run.num_ranks), all_reduce_columns),
         *_means(run.all_reduce),
         "",
         f"send one way, rank 0 to rank 1 of {run.num_ranks}, {dtype}, {of_rounds}",
@@ -55,7 +55,7 @@ def render(run: Run, dtype: str, rounds: int) -> str:
 
 
 def over_rounds(rounds: int) -> str:
-    """What a time is."""
+    """What the times shown are."""
     return "1 round" if rounds == 1 else f"median of {rounds} rounds"
 
 
@@ -92,7 +92,7 @@ def _microseconds(seconds: float) -> str:
 
 
 def _number(value: float) -> str:
-    """With two decimals, and more where they would say less than two digits."""
+    """With two decimals, or as many as show two digits."""
     decimals = 2 if value >= 0.1 else 1 - math.floor(math.log10(value))
     return f"{value:.{decimals}f}"
 
@@ -111,7 +111,7 @@ def _line(cells: dict[str, str], columns: Sequence[str]) -> str:
 
 
 def _means(sizes: Sequence[Measured]) -> Iterator[str]:
-    """One line for each of ours, where there is more than one size to take the mean of."""
+    """One line for each of our contestants, if there is more than one size."""
     if len(sizes) < 2:
         return
     yield ""

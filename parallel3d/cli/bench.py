@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from parallel3d.benchmarks.figures import Run
     from parallel3d.benchmarks.mpirun import Mpi
     from parallel3d.benchmarks.plan import Plan
+    from parallel3d.benchmarks.results import Run
 
 T = TypeVar("T")
 
@@ -80,10 +80,10 @@ def collectives(
 
     docs/bench.md explains every column, the fields of the JSON and the picture.
     """
-    from parallel3d.benchmarks.document import document, machine
     from parallel3d.benchmarks.mpirun import find_mpi
     from parallel3d.benchmarks.plan import make_plan
     from parallel3d.benchmarks.plot import check_plot, draw
+    from parallel3d.benchmarks.results import document, machine
     from runtime.errors import InvalidCall
 
     try:
@@ -117,7 +117,7 @@ def _note(notes: list[str], text: str) -> None:
 
 
 def _show(plan: Plan, facts: Mapping[str, Any], run: Run) -> None:
-    from parallel3d.benchmarks.document import headline
+    from parallel3d.benchmarks.results import headline
     from parallel3d.benchmarks.table import render
 
     if run.num_ranks == plan.ranks[0]:

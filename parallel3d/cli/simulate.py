@@ -75,7 +75,7 @@ def simulate(
 
 def _table(config: RunConfig, is_in_file: Callable[[str], bool]) -> Table:
     from parallel3d.pipeline.schedules.limits import is_csv
-    from parallel3d.planning.configured_table import configured_table
+    from parallel3d.planning.blueprint import configured_table
 
     pipeline, pp = config.pipeline, config.parallel.pp
     sizes = {"pipeline.microbatches": pipeline.microbatches, "parallel.pp": pp}

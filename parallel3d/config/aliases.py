@@ -1,4 +1,4 @@
-"""Spellings that users know from torchtitan and Megatron-LM, and what they are called here."""
+"""Keys and values as torchtitan, Megatron-LM and Hugging Face spell them, and our names for them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from parallel3d.config.errors import Problem, dotted, enumerate_words
-from parallel3d.config.file import Node
+from parallel3d.config.yaml_positions import Node
 
 SECTION_ALIASES = {"parallelism": "parallel", "training": "train"}
-# torchtitan's, whose keys stand in sections of ours.
+# Sections of torchtitan whose keys belong to several sections here.
 OTHER_SECTIONS = ("lr_scheduler",)
 
-# torchtitan keeps the schedule in its parallelism section, so an alias may live in another section.
+# An alias may be in another section: torchtitan has the schedule under parallelism.
 _SPELLINGS = {
     "parallel.dp": (
         "parallel.data_parallel_degree",
@@ -74,11 +74,19 @@ VALUE_ALIASES = {
     "train.precision": {"fp32": "float32", "bf16": "bfloat16"},
 }
 
+# Features of other frameworks that are missing here: the remedy of such an unknown key says so.
+NOT_YET = {
+    "activation_checkpoint": "Activation recompute is",
+    "checkpoint": "Checkpoints are",
+    "comm.compression": "Gradient compression is",
+    "memory.strategy": "Recompute and offload are",
+}
+
 
 def rename(tree: Node, *, model_args: Collection[str]) -> list[Problem]:
-    """Give every key and value in the tree our name for it; a key beside its alias is a problem.
+    """Rename keys and values in the tree to ours, in place. A key given together with its alias is a problem.
 
-    model_args: our names of the model's keywords. Those of a user's own model are theirs: none.
+    model_args: our names of the built-in model's keywords; empty for a model of the user's, which has no aliases.
     """
     sections = [_move(tree, (alias,), (name,)) for alias, name in SECTION_ALIASES.items()]
     aliases = {
@@ -94,7 +102,7 @@ def rename(tree: Node, *, model_args: Collection[str]) -> list[Problem]:
 
 
 def _left_over(tree: Node, section: str) -> list[Problem]:
-    """What stands in another program's section and has no name here; the section itself goes."""
+    """Removes one of `OTHER_SECTIONS`; its keys that are no alias are unknown."""
     node = tree.find((section,))
     if node is None or not (node.value is None or isinstance(node.value, dict)):
         return []
@@ -125,7 +133,7 @@ def _move(tree: Node, alias: tuple[str, ...], name: tuple[str, ...]) -> Problem 
             target.value[part] = Node({}, node.place, node.key_place)
         target = target.value[part]
         if not isinstance(target.value, dict):
-            return None  # not a section at all, which is a problem of its own
+            return None  # not a mapping: validation reports it
     target.value[name[-1]] = node
     return None
 

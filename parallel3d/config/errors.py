@@ -12,13 +12,13 @@ from typing import Any
 from runtime.errors import ConfigError
 
 _LONGEST_SHOWN = 60
-# Nobody reads more, and a megabyte of nonsense would give a hundred thousand.
+# A megabyte of nonsense would give a hundred thousand.
 MOST_PROBLEMS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A spot in the file, or the name of the override (`--set parallel.pp`) that holds the value; "" when unknown."""
+    """Where a value was given: line and column of a file, or an override (`--set parallel.pp`); "" when unknown."""
 
     source: str
     line: int | None = None
@@ -29,13 +29,13 @@ class Place:
 
     @property
     def reading_order(self) -> tuple[bool, int, int]:
-        """Sorts the file's own places from top to bottom, then the overrides."""
+        """Sorts places of the file from top to bottom, then overrides."""
         return self.line is None, self.line or 0, self.column or 0
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong."""
+    """One error: its place, the key (`path`) and value (`found`), the message, the remedy."""
 
     place: Place
     path: str
@@ -50,7 +50,7 @@ class Problem:
         return f"{first}\n{' ' * len(margin)}{self.remedy}" if self.remedy else first
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for `--json`; `file` holds the override's name where there is no file."""
+        """Plain values for `--json`; `file` is the override's name where there is no file."""
         return {
             "file": self.place.source,
             "line": self.place.line,
@@ -63,7 +63,7 @@ class Problem:
 
 
 class ConfigProblems(ConfigError):
-    """A ConfigError that also keeps its problems apart, for those who print JSON."""
+    """A ConfigError with its problems as values, in reading order."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(sorted(problems, key=lambda problem: problem.place.reading_order))
@@ -74,19 +74,19 @@ class ConfigProblems(ConfigError):
 
 
 def problem_of_key(key: str, value: Any, message: str, remedy: str = "") -> ConfigProblems:
-    """One that shows only when the value is used, long after its place in the file was known."""
+    """A problem found when a value is used: its place is filled in later (`planning.preflight.placing`)."""
     return ConfigProblems([Problem(Place(""), key, show(value), message, remedy)])
 
 
-def stop_a_flood(problems: Sequence[Problem], source: str) -> None:
-    """Raise what was found so far once there is more than anyone would read."""
+def raise_if_too_many(problems: Sequence[Problem], source: str) -> None:
+    """Raise what was found so far once there are more than `MOST_PROBLEMS`."""
     if len(problems) > MOST_PROBLEMS:
         last = Problem(Place(source), "", None, f"more than {MOST_PROBLEMS} problems.", "The others are not shown.")
         raise ConfigProblems([*problems[:MOST_PROBLEMS], last])
 
 
 def show(value: Any) -> str:
-    """A value as the user would write it, short, and harmless to a terminal."""
+    """A value as the user would write it, shortened, with nothing a terminal would act on."""
     if isinstance(value, float) and not math.isfinite(value):
         return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
     try:
@@ -99,7 +99,7 @@ def show(value: Any) -> str:
 
 
 def dotted(path: Sequence[str | int]) -> str:
-    """`("parallel", "order", 3)` as `parallel.order[3]`; keys that would blur the path are quoted."""
+    """`("parallel", "order", 3)` as `parallel.order[3]`; keys with dots or other such characters are quoted."""
     text = ""
     for part in path:
         if isinstance(part, int):
@@ -111,9 +111,9 @@ def dotted(path: Sequence[str | int]) -> str:
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice a typing mistake most likely meant."""
+    """The choice that is closest to a misspelled word, if any is close."""
     by_lower_case = {choice.lower(): choice for choice in choices}
-    # Long words are no typing mistakes, and difflib is quadratic.
+    # difflib is quadratic, and long words are no misspellings.
     close = difflib.get_close_matches(word[:_LONGEST_SHOWN].lower(), by_lower_case, n=1)
     return by_lower_case[close[0]] if close else None
 

@@ -1,4 +1,4 @@
-"""Field types that YAML has no word for: sizes, durations, schedules, rank orders, factories."""
+"""Types of keys that need parsing: sizes, durations, schedules, rank orders, strategy tables, factories."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from parallel3d.pipeline.schedules.limits import SCHEDULES, is_csv
 
 CommStrategy = Literal["default", "ring", "tree", "hierarchical", "adaptive"]
 SingleStrategy = Literal["default", "ring", "tree", "hierarchical"]
-Compression = Literal["none"]  # to be extended when a compression arrives with its code
-
 Backend = Literal["auto", "gloo", "nccl"]
-MemoryStrategy = Literal["basic", "standard", "aggressive", "extreme"]
 OptimizerName = Literal["adamw", "sgd"]
 Precision = Literal["float32", "float64", "bfloat16"]
 DataSource = Literal["text", "tokens"]
@@ -29,30 +26,30 @@ TokenType = Literal["uint8", "uint16", "int32", "int64"]
 LearningRateSchedule = Literal["constant", "cosine"]
 TensorStrategy = Literal["column", "row", "vocab", "replicated"]
 BUILT_IN_MODELS = ("gpt", "llama", "hf")
-WayToCut = Literal["even", "parameters", "profile"]
+SplitMethod = Literal["even", "parameters", "profile"]
 
 StrategyTable = tuple[tuple[int, str], ...]
 RankTable = tuple[tuple[int, int, int], ...]
 
 _AXES = ("dp", "tp", "pp")
 ORDERS = tuple("-".join(axes) for axes in itertools.permutations(_AXES))
-# YAML's keys are text, so there a number of bytes stands in quotes.
+# A key of a mapping is text, so there a number of bytes has no unit.
 _BYTES_OF_KEYS = {"": 1, **BYTES}
-# What transformers and torch call them.
+# Names of transformers and torch.
 _OTHER_TENSOR_STRATEGIES = {"colwise": "column", "rowwise": "row"}
 OF_KEY = "[key]"
-"""Ends the location of an error that is about a mapping's key, not its value; pydantic does the same."""
-# Longer than any run; the operating system's own timers overflow not far above.
+"""Ends the location of an error about a mapping's key instead of its value, as in pydantic."""
+# seconds; timers of the operating system overflow not far above
 _LONGEST_DURATION = 1e9
 
 
 def refusal(message: str, remedy: str) -> PydanticCustomError:
-    """A refusal in our own words; ``config.translate`` passes it on as it is."""
+    """An error with our message and remedy, which `config.translate` keeps."""
     return PydanticCustomError("parallel3d", "{message}", {"message": message, "remedy": remedy})
 
 
 def _quantity(value: Any, units: Mapping[str, float]) -> float | None:
-    """A number, or a number with a unit, in the base unit; None when it is neither."""
+    """A number, or text with a unit, in the base unit; None for anything else."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return value
     return in_base_unit(value, units) if isinstance(value, str) else None
@@ -82,9 +79,7 @@ def _duration(value: Any) -> float:
 def choice_refusal(
     value: Any, choices: tuple[str, ...], also: str = "", known: Mapping[str, str] = MappingProxyType({})
 ) -> PydanticCustomError:
-    """Not one of the words: names them all, and the nearest. `known`: words for the same from elsewhere."""
-    if len(choices) == 1:
-        return refusal(f"must be {choices[0]}; there is no other yet.", f"Set it to {choices[0]}, or leave it out.")
+    """The value is none of the choices: lists them and the nearest. known: other frameworks' names for them."""
     close = known.get(value) or nearest(value, choices) if isinstance(value, str) else None
     remedy = f"Did you mean {close}?" if close else f"For example {choices[0]}."
     return refusal(f"must be {enumerate_words([*choices, *([also] if also else [])])}.", remedy)
@@ -141,7 +136,7 @@ def _tensor_plan(value: Any) -> dict[str, str]:
 def _betas(value: Any) -> tuple[float, float]:
     if not isinstance(value, (list, tuple)) or len(value) != 2:
         raise refusal("must be a list of two numbers.", "For example [0.9, 0.999].")
-    return _TWO_SHARES.validate_python(tuple(value))  # its errors say which number is wrong
+    return _TWO_SHARES.validate_python(tuple(value))  # its errors name the entry
 
 
 def _schedule(value: Any) -> str:
@@ -170,7 +165,7 @@ def _coordinates(entry: Any, rank: int) -> tuple[int, int, int]:
 
 
 def is_factory(value: Any) -> bool:
-    """Whether this is `package.module:name`."""
+    """Whether this has the form `package.module:name`."""
     module, colon, name = value.partition(":") if isinstance(value, str) else ("", "", "")
     return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *name.split(".")))
 
@@ -178,6 +173,8 @@ def is_factory(value: Any) -> bool:
 def _named(value: Any, *names: str) -> str:
     if value in names or is_factory(value):
         return str(value)
+    if not names:
+        raise refusal('must be "package.module:callable".', 'For example "my_data:build".')
     raise choice_refusal(value, (*names, '"module:name"'))
 
 
@@ -205,9 +202,9 @@ _TWO_SHARES: TypeAdapter[tuple[float, float]] = TypeAdapter(tuple[Probability, P
 
 
 def _layers_per_stage(value: Any) -> str | tuple[int, ...]:
-    words = get_args(WayToCut)
+    words = get_args(SplitMethod)
     if isinstance(value, (list, tuple)):
-        return _COUNTS.validate_python(value)  # its errors say which number is wrong
+        return _COUNTS.validate_python(value)  # its errors name the entry
     if isinstance(value, str) and value in words:
         return value
     raise choice_refusal(value, words, "a list of numbers, one a stage")
@@ -255,13 +252,13 @@ Loss = Annotated[
     WithJsonSchema({"anyOf": [{"enum": ["cross_entropy", "mse"]}, _MODULE_NAME]}),
 ]
 LayersPerStage = Annotated[
-    WayToCut | tuple[int, ...],
+    SplitMethod | tuple[int, ...],
     PlainValidator(_layers_per_stage),
     PlainSerializer(lambda way: way if isinstance(way, str) else list(way)),
     WithJsonSchema(
         {
             "anyOf": [
-                {"enum": list(get_args(WayToCut))},
+                {"enum": list(get_args(SplitMethod))},
                 {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 1_000_000}},
             ]
         }

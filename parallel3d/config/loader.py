@@ -1,10 +1,15 @@
-"""Reads a run's configuration: gathers, renames, merges and checks, and tells everything that is wrong."""
+"""Loads a run's configuration: the file, under `PARALLEL3D_A__B=c` of the environment, under `--set a.b=c`.
+
+The three become trees of values with their places, under our own key names, and are merged into one. That is validated
+by the models of `sections` and by `RULES`; all problems are raised together.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,14 +17,16 @@ from typing import Any
 from pydantic import ValidationError
 
 from parallel3d.config.aliases import rename
-from parallel3d.config.errors import MOST_PROBLEMS, ConfigProblems, Place, Problem, dotted, show, stop_a_flood
+from parallel3d.config.errors import MOST_PROBLEMS, ConfigProblems, Place, Problem, dotted, raise_if_too_many, show
 from parallel3d.config.fields import is_finite
-from parallel3d.config.file import KeyPath, Node, parse_yaml, read_text
 from parallel3d.config.findings import Finding
-from parallel3d.config.overrides import from_environment, from_settings, merge
 from parallel3d.config.rules import RULES
 from parallel3d.config.sections import ARGS, RunConfig
-from parallel3d.config.translate import place_of, translate
+from parallel3d.config.translate import translate
+from parallel3d.config.yaml_positions import DEEPEST_NESTING, KeyPath, Node, parse_yaml, read_text
+from parallel3d.config.yaml_scalars import resolve_scalar
+
+_PREFIX = "PARALLEL3D_"
 
 
 def load_config(
@@ -30,18 +37,18 @@ def load_config(
     world_size: int | None = None,
     overrides_are: str = "--set",
 ) -> RunConfig:
-    """Read and check a run's configuration. The file gives way to the environment, and that to overrides.
+    """Read and check a run's configuration. The environment overrides the file, and `overrides` override both.
 
     path: the YAML file; None for the defaults alone.
-    overrides: dotted keys, as with `--set`; text is read as YAML would read it.
-    world_size: the ranks that are started; None when that is not known yet.
-    overrides_are: how messages name an override's place.
+    overrides: dotted keys, as with `--set`; text is read as YAML.
+    world_size: the number of ranks started; None if not known yet.
+    overrides_are: what errors call an override.
 
-    Raises ConfigError, whose text lists everything that is wrong.
+    Raises ConfigError, which lists all problems.
     """
     tree, problems = _tree(path, overrides, environ, overrides_are)
     wrong = {problem.path for problem in problems}
-    refused = _take_out_not_finite(tree)
+    refused = _remove_not_finite(tree)
     config, found = _validated(tree)
     refused += found
     wrong |= {dotted(path) for path, _ in refused}
@@ -61,21 +68,21 @@ def locate(
     environ: Mapping[str, str] = os.environ,
     overrides_are: str = "--set",
 ) -> Place:
-    """Where a value stands that `load_config` took, for a problem that shows only when it is used.
+    """The place of a value that `load_config` accepted, for a problem found when it is used.
 
-    key: as in such a problem, `model.args.path` or `parallel.tensor_plan["blocks.*"]`; "" is the file.
+    key: as in that problem, `model.args.path` or `parallel.tensor_plan["blocks.*"]`; "" for the file.
     """
     tree, _ = _tree(path, overrides, environ, overrides_are)
     names, _, inside = key.partition('["')
-    return place_of((*names.split("."), *([inside.removesuffix('"]')] if inside else [])), tree)
+    return tree.place_of((*names.split("."), *([inside.removesuffix('"]')] if inside else [])))
 
 
 def _tree(
     path: str | os.PathLike[str] | None, overrides: Mapping[str, Any], environ: Mapping[str, str], overrides_are: str
 ) -> tuple[Node, list[Problem]]:
-    """All that was given, under our own names, each value with its place."""
+    """Everything given, merged, under our key names, each value with its place."""
     layers, problems = [], []
-    for layer, found in (_file(path), from_environment(environ), from_settings(overrides, overrides_are)):
+    for layer, found in (_file(path), _from_environment(environ), _from_settings(overrides, overrides_are)):
         layers.append(layer)
         problems += found
     factories = [node.value for layer in layers if (node := layer.find(("model", "factory"))) is not None]
@@ -84,7 +91,7 @@ def _tree(
         problems += rename(layer, model_args=args[0].model_fields if args else ())
     tree = layers[0]
     for layer in layers[1:]:
-        tree, found = merge(tree, layer)
+        tree, found = _merge(tree, layer)
         problems += found
     _drop_empty_sections(tree)
     return tree, problems
@@ -104,14 +111,101 @@ def _file(path: str | os.PathLike[str] | None) -> tuple[Node, list[Problem]]:
     return Node(root.value, Place(source)), problems
 
 
-def _take_out_not_finite(tree: Node) -> list[tuple[KeyPath, Problem]]:
+def _from_environment(environ: Mapping[str, str]) -> tuple[Node, list[Problem]]:
+    """`PARALLEL3D_PARALLEL__PP=4`; names without a double underscore are not keys."""
+    names = sorted(name for name in environ if name.startswith(_PREFIX) and "__" in name.removeprefix(_PREFIX))
+    return _layer((Place(name), name.removeprefix(_PREFIX).lower().split("__"), environ[name]) for name in names)
+
+
+def _from_settings(overrides: Mapping[str, Any], name: str) -> tuple[Node, list[Problem]]:
+    """`--set parallel.pp=4`. Text is read as YAML; other values are taken as they are."""
+    return _layer((Place(f"{name} {path}"), path.split("."), value) for path, value in overrides.items())
+
+
+def _merge(under: Node, over: Node, path: tuple[str, ...] = ()) -> tuple[Node, list[Problem]]:
+    """`over` on top of `under`: mappings key by key, everything else replaced."""
+    if not isinstance(over.value, dict) or under.value is None:
+        return over, []
+    if not isinstance(under.value, dict):
+        message = f"a key cannot be set inside {show(under.plain())}, which {under.place} gives."
+        inside = next(iter(over.value), "")
+        return under, [Problem(over.place, dotted((*path, inside)), None, message, "Set the whole value instead.")]
+    merged, problems = dict(under.value), []
+    for key, child in over.value.items():
+        if key in merged:
+            child, found = _merge(merged[key], child, (*path, key))
+            problems += found
+        merged[key] = child
+    return replace(under, value=merged), problems
+
+
+def _layer(settings: Iterable[tuple[Place, list[str], Any]]) -> tuple[Node, list[Problem]]:
+    tree, problems = Node({}, Place("defaults")), []
+    for place, path, value in settings:
+        if len(path) > DEEPEST_NESTING:
+            problems.append(Problem(place, "", None, "unknown key.", "No key has that many levels."))
+            continue
+        node, found = _node(value, place, ".".join(path))
+        problems += found
+        if node is None:
+            continue
+        for key in reversed(path):
+            node = Node({key: replace(node, key_place=place)}, place)
+        tree, found = _merge(tree, node)
+        problems += found
+    return tree, problems
+
+
+def _node(value: Any, place: Place, path: str) -> tuple[Node | None, list[Problem]]:
+    if not isinstance(value, str):
+        return _from_python(value, place, path)
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        return None, [Problem(place, path, show(value), "not UTF-8 text.", "Give it in UTF-8.")]
+    if not value.lstrip().startswith(("[", "{", '"', "'")):
+        return Node(resolve_scalar(value.strip()), place), []
+    try:
+        node, problems = parse_yaml(value, place.source, located=False)
+    except ConfigProblems as error:
+        problems = list(error.problems)
+    return None if problems else node, [replace(problem, path=_inside(path, problem.path)) for problem in problems]
+
+
+def _inside(path: str, rest: str) -> str:
+    return f"{path}{'.' if rest and not rest.startswith('[') else ''}{rest}"
+
+
+def _from_python(value: Any, place: Place, path: str) -> tuple[Node | None, list[Problem]]:
+    """A tree of plain Python values, which `overrides=` may hold."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return Node(value, place), []
+    children: dict[str, Any] | None = None
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        children = dict(value)
+    elif isinstance(value, (list, tuple)):
+        children = {str(index): item for index, item in enumerate(value)}
+    if children is None:
+        message, remedy = (
+            "not a plain value.",
+            "Give None, a bool, a number, text, a list or a dict with text keys.",
+        )
+        return None, [Problem(place, path, f"a {type(value).__name__}", message, remedy)]
+    nodes, problems = {}, []
+    for key, child in children.items():
+        node, found = _from_python(child, place, f"{path}.{key}")
+        problems += found
+        if node is not None:
+            nodes[key] = replace(node, key_place=place)
+    return Node(nodes if isinstance(value, Mapping) else list(nodes.values()), place), problems
+
+
+def _remove_not_finite(tree: Node) -> list[tuple[KeyPath, Problem]]:
     """NaN and infinity fit no key, and would slip through comparisons."""
     message, remedy = "must be a finite number.", "NaN and infinity are not accepted."
     refused = [
         (path, Problem(node.place, dotted(tree.as_written(path)), show(node.value), message, remedy))
         for path, node in itertools.islice(_not_finite(tree, ()), MOST_PROBLEMS + 1)
     ]
-    stop_a_flood([problem for _, problem in refused], tree.place.source)
+    raise_if_too_many([problem for _, problem in refused], tree.place.source)
     for path, _ in refused:
         _remove(tree, path)
     return refused
@@ -136,23 +230,23 @@ def _drop_empty_sections(tree: Node) -> None:
 
 
 def _validated(tree: Node) -> tuple[RunConfig, list[tuple[KeyPath, Problem]]]:
-    """A config without the values that were refused, so that rules can still be tried on the others."""
+    """A config without the invalid values, so that rules can still check the others; and the problems of those."""
     refused: list[tuple[KeyPath, Problem]] = []
     while True:
         try:
             return RunConfig.model_validate(tree.plain()), refused
         except ValidationError as error:
             found = translate(error, tree)
-        # What comes up later follows from values taken out, not from what the user wrote.
+        # Errors of later passes follow from what was removed, not from what the user wrote.
         refused = refused or found
         for path, _ in found:
             _remove(tree, path)
             if path == ("model", "factory"):
-                _remove(tree, ("model", "args"))  # nobody knows whose keywords these are
+                _remove(tree, ("model", "args"))  # keywords of an unknown model
 
 
 def _remove(tree: Node, path: KeyPath) -> None:
-    """Take a value out; with an entry of a list goes the whole list, which means nothing without it."""
+    """Remove a value; for an entry of a list, the whole list."""
     keys = tuple(itertools.takewhile(lambda part: isinstance(part, str), path))
     parent = tree.find(keys[:-1])
     if keys and parent is not None and isinstance(parent.value, dict):
@@ -169,7 +263,7 @@ def _broken_rules(config: RunConfig, world_size: int | None, tree: Node, wrong: 
 
 
 def _overlap(path: str, key: str) -> bool:
-    """Whether one of the two is, or holds, the other."""
+    """Whether one of the two paths equals or contains the other."""
     path = path.partition("[")[0]
     return path == key or path.startswith(f"{key}.") or key.startswith(f"{path}.")
 
@@ -177,10 +271,10 @@ def _overlap(path: str, key: str) -> bool:
 def _located(finding: Finding, config: RunConfig, tree: Node) -> Problem:
     paths = [tuple(key.split(".")) for key in finding.blame]
     given = [(path, node.place) for path in paths if (node := tree.find(path)) is not None]
-    given.sort(key=lambda each: each[1].line is not None)  # what was set just now, over a file that was right before
+    given.sort(key=lambda each: each[1].line is not None)  # an override before the file it changed
     path = given[0][0] if given else paths[0]
     value: Any = config.model_dump(mode="json")
     for part in path:
         value = value[part]
     spelled = dotted(tree.as_written(path))
-    return Problem(place_of(path, tree), spelled, show(value), finding.message, finding.remedy)
+    return Problem(tree.place_of(path), spelled, show(value), finding.message, finding.remedy)

@@ -1,4 +1,4 @@
-"""Rules of what is trained and on what: the model's sizes, its data, how weights change."""
+"""Rules of the model, the data and the optimizer."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def _tp_divides_sizes(config: RunConfig, _: int | None) -> Iterator[Finding]:
 
 
 def does_not_divide(config: RunConfig, tp: int) -> dict[str, int]:
-    """Sizes of the model that would be cut over that many ranks, and are no multiples of them."""
+    """Sizes of the model that tensor parallelism splits and that are no multiples of tp."""
     return {name: size for name, size in _cut_sizes(config).items() if size % tp}
 
 
 def _cut_sizes(config: RunConfig) -> dict[str, int]:
-    """What a built-in model's own plan cuts; with another plan, the modules are looked at before the start."""
+    """Sizes that a built-in model's own plan splits; other plans are checked with the modules before the start."""
     model = config.model
     if not isinstance(model, GptModel | LlamaModel) or config.parallel.tensor_plan is not None:
         return {}
@@ -74,12 +74,12 @@ def _cut_sizes(config: RunConfig) -> dict[str, int]:
     if isinstance(model, LlamaModel):
         sizes |= {"kv_heads": model.args.num_kv_heads, "mlp_width": model.args.inner_width}
         if model.args.kv_heads is None:
-            del sizes["kv_heads"]  # as many as heads, of which is spoken already
+            del sizes["kv_heads"]  # equals heads, which is listed already
     return sizes
 
 
 def _other_sizes(config: RunConfig, name: str, size: int) -> list[int]:
-    """Near ones that do with tp, and with what they divide."""
+    """Multiples of tp near the size that also divide what the size must divide."""
     assert isinstance(config.model, GptModel | LlamaModel)
     tp, args = config.parallel.tp, config.model.args
     multiples = [number for number in (size // tp * tp, (size // tp + 1) * tp) if number]
@@ -100,7 +100,7 @@ def _sequence_is_cut(config: RunConfig, _: int | None) -> Iterator[Finding]:
 
 
 def _sequence_fits_model(config: RunConfig, _: int | None) -> Iterator[Finding]:
-    """A Llama's positions have no end, and of other models only they know."""
+    """Only for GPT: rotary positions have no upper limit, and other models' limits are unknown here."""
     if not isinstance(config.model, GptModel) or config.data.sequence is None:
         return
     given, most = config.data.sequence, config.model.args.sequence

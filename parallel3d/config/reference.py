@@ -1,4 +1,4 @@
-"""What the YAML file may hold, for editors (JSON Schema) and for readers (Markdown)."""
+"""The keys of the YAML file as JSON Schema, for editors, and as Markdown: docs/configuration.md."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _INTRODUCTION = """\
 # Configuration
 
 Every key of the YAML file. All are optional: an empty file is a valid run on one rank.
-`parallel3d validate run.yaml` checks a file and lists everything that is wrong with it, without building what it names;
-`parallel3d schema` prints the JSON Schema that lets an editor complete and check keys.
+`parallel3d validate run.yaml` checks a file and lists all its errors, without building the model or the data;
+`parallel3d schema` prints the JSON Schema with which an editor completes and checks keys.
 
 The environment overrides the file: `PARALLEL3D_PARALLEL__PP=4` sets `parallel.pp`.
-`--set parallel.pp=4` overrides both. A value is read as YAML; a mapping is laid over the one in the file key by key,
-and takes none of its keys away: `--set 'model.args={width: 64}'` leaves the other arguments as they are.
-Paths in it are relative to the current folder, not to the file.
+`--set parallel.pp=4` overrides both. A value is read as YAML; a mapping changes only the keys it has:
+`--set 'model.args={width: 64}'` leaves the other arguments as they are.
+Paths are relative to the current folder, not to the file.
 """
 _ALIASES_TITLE = """\
 ## Other spellings
 
-Names from torchtitan, Megatron-LM and Hugging Face that are accepted for ours. The keywords of a model of your own have
-none.
+Names of torchtitan, Megatron-LM and Hugging Face that are accepted for ours, except among the keywords of a model of
+your own.
 """
 
 
@@ -62,7 +62,7 @@ def _add_alias(alias: str, path: str, owners: dict[str, dict[str, Any]]) -> None
 
 
 def _nullable_section(section: dict[str, Any], description: str | None) -> dict[str, Any]:
-    """A section whose name stands alone is null, and means its defaults."""
+    """Also accept null, a section without keys, which means its defaults."""
     whole = {"$ref": section["$ref"]} if "$ref" in section else {"type": "object", "additionalProperties": True}
     choices = section.get("oneOf") or [whole]
     return {"description": description, "anyOf": [*choices, {"type": "null"}]}
@@ -100,7 +100,7 @@ def _section(name: str, section: Any) -> str:
     assert issubclass(section, BaseModel)
     title = f"## {name}\n\n{section.__doc__}\n"
     rows = [_row(key, field) for key, field in section.model_fields.items()]
-    return "\n".join((title, "| key | default | meaning |", "|---|---|---|", *rows)) + "\n" if rows else title
+    return "\n".join((title, "| key | default | meaning |", "|---|---|---|", *rows)) + "\n"
 
 
 def _row(key: str, field: FieldInfo) -> str:

@@ -1,14 +1,14 @@
-"""Rules that span several keys: those of the mesh, the pipeline and the batch here, and all of them together."""
+"""Rules that span several keys: mesh, pipeline, batch and monitoring here, and `RULES`, which is all of them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
+from monitoring.http.addresses import is_loopback
 from parallel3d.config.errors import enumerate_words
 from parallel3d.config.findings import Finding, Rule, near_multiples
 from parallel3d.config.model_rules import MODEL_RULES, does_not_divide
-from parallel3d.config.monitoring_rules import MONITORING_RULES
 from parallel3d.config.sections import GptModel, LlamaModel, RunConfig
 from parallel3d.pipeline.schedules.layer_split import example_cut
 from parallel3d.pipeline.schedules.limits import (
@@ -43,23 +43,23 @@ def _fits_world(config: RunConfig, world_size: int | None) -> Iterator[Finding]:
 
 
 def _splits(config: RunConfig, pp: int) -> bool:
-    """Whether the model could also be cut for that many pipeline ranks."""
+    """Whether the model can be split over that many pipeline ranks."""
     layers, how = _num_layers(config), config.pipeline.layers_per_stage
     if layers is None or isinstance(how, tuple):
         return True
     stages = pp * config.pipeline.virtual_stages
-    # An uneven cut is accepted, but not proposed to someone who asked for an even one.
+    # An uneven split is valid, but a remedy proposes only even ones unless the user asked for another method.
     return layers >= stages if how in ("parameters", "profile") else layers % stages == 0
 
 
 def _num_layers(config: RunConfig) -> int | None:
-    """The layers that are cut into stages; None where only the user's factory knows. The built-in GPT's first one has
-    the embedding in it, and its last one the head."""
+    """Layers that are split into stages; None if only the user's factory knows. A built-in model's first and last one
+    also hold the embedding and the head."""
     return config.model.args.layers if isinstance(config.model, GptModel | LlamaModel) else None
 
 
 def _other_mesh(sizes: dict[str, int], world_size: int) -> str:
-    """Keeps what it can of tp and pp; dp takes the rest."""
+    """The remedy if no single axis can be changed: keep as much of tp and pp as possible."""
     tp = math.gcd(sizes["tp"], world_size)
     pp = math.gcd(sizes["pp"], world_size // tp)
     return f"Set dp to {world_size // tp // pp}, tp to {tp} and pp to {pp}"
@@ -175,6 +175,36 @@ def _table_is_used(config: RunConfig, _: int | None) -> Iterator[Finding]:
         )
 
 
+def _others_need_a_token(config: RunConfig, _: int | None) -> Iterator[Finding]:
+    watched = config.monitoring
+    if not watched.enabled or is_loopback(watched.host):
+        return
+    needed = {
+        "token_file": watched.token_file,
+        "tls_certificate": watched.tls_certificate,
+        "tls_key": watched.tls_key,
+    }
+    missing = [f"monitoring.{key}" for key, value in needed.items() if value is None]
+    if missing:
+        yield Finding(
+            ("monitoring.host",),
+            "other hosts reach this address, so the run asks for a token and answers over TLS only.",
+            f"Set {enumerate_words(missing, 'and')}, or host to 127.0.0.1.",
+        )
+
+
+def _certificate_has_a_key(config: RunConfig, _: int | None) -> Iterator[Finding]:
+    pair = {"tls_certificate": config.monitoring.tls_certificate, "tls_key": config.monitoring.tls_key}
+    given = [key for key, value in pair.items() if value is not None]
+    if len(given) == 1 and is_loopback(config.monitoring.host):  # for other hosts `_others_need_a_token` reports it
+        (missing,) = pair.keys() - set(given)
+        yield Finding(
+            (f"monitoring.{given[0]}",),
+            f"TLS needs {missing} too.",
+            f"Set monitoring.{missing}, or remove {given[0]}.",
+        )
+
+
 RULES = (
     Rule(_fits_world, ("parallel.dp", "parallel.tp", "parallel.pp")),
     Rule(_virtual_stages_fit_schedule, ("pipeline.schedule", "pipeline.virtual_stages")),
@@ -194,5 +224,15 @@ RULES = (
     Rule(_order_is_a_bijection, ("parallel.dp", "parallel.tp", "parallel.pp", "parallel.order")),
     Rule(_table_is_used, ("comm.strategy", "comm.strategy_table")),
     *MODEL_RULES,
-    *MONITORING_RULES,
+    Rule(
+        _others_need_a_token,
+        (
+            "monitoring.enabled",
+            "monitoring.host",
+            "monitoring.token_file",
+            "monitoring.tls_certificate",
+            "monitoring.tls_key",
+        ),
+    ),
+    Rule(_certificate_has_a_key, ("monitoring.host", "monitoring.tls_certificate", "monitoring.tls_key")),
 )

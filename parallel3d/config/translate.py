@@ -1,4 +1,4 @@
-"""Turns pydantic's errors into ours, here and nowhere else: no user ever reads pydantic's words."""
+"""pydantic's errors as our problems: message and remedy in our words, with the place in the YAML tree."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from parallel3d.config.aliases import ALIASES, SECTION_ALIASES
+from parallel3d.config.aliases import ALIASES, NOT_YET, SECTION_ALIASES
 from parallel3d.config.errors import (
     MOST_PROBLEMS,
-    Place,
     Problem,
     dotted,
     enumerate_words,
     nearest,
+    raise_if_too_many,
     show,
-    stop_a_flood,
 )
 from parallel3d.config.fields import OF_KEY, choice_refusal
-from parallel3d.config.file import KeyPath, Node
-from parallel3d.config.scalars import resolve_scalar
 from parallel3d.config.sections import ARGS, MODELS, RunConfig
+from parallel3d.config.yaml_positions import KeyPath, Node
+from parallel3d.config.yaml_scalars import resolve_scalar
 
 _WANTED = {
     "int_type": "a whole number",
@@ -40,18 +39,18 @@ _LIMITS = {
     "less_than_equal": ("le", "at most"),
     "less_than": ("lt", "below"),
 }
-# What YAML 1.1 and other programs take for them; in YAML 1.2 these are text and numbers.
+# Booleans of YAML 1.1 and other programs; in YAML 1.2 these are text and numbers.
 _MEANT_TRUE = frozenset(("true", "yes", "on", "1"))
 _MEANT_FALSE = frozenset(("false", "no", "off", "0"))
 TRANSLATED = frozenset(("parallel3d", "extra_forbidden", "literal_error", *_WANTED, *_LIMITS))
 
 
 def translate(error: ValidationError, tree: Node) -> list[tuple[KeyPath, Problem]]:
-    """Each of pydantic's errors as a problem, with the path of the value at fault."""
+    """Each of pydantic's errors as a problem, with the path of the invalid value."""
     found = [
         _translated(details, tree) for details in itertools.islice(error.errors(include_url=False), MOST_PROBLEMS + 1)
     ]
-    stop_a_flood([problem for _, problem in found], tree.place.source)
+    raise_if_too_many([problem for _, problem in found], tree.place.source)
     return found
 
 
@@ -65,15 +64,8 @@ def _translated(details: ErrorDetails, tree: Node) -> tuple[KeyPath, Problem]:
     message, remedy = _wording(details, path, model)
     if path[-1] == OF_KEY and tree.find(path) is None:
         path = path[:-1]
-        return path, Problem(_key_place(path, tree), dotted(tree.as_written(path)), None, message, remedy)
-    return path, Problem(place_of(path, tree), dotted(tree.as_written(path)), show(details["input"]), message, remedy)
-
-
-def place_of(path: KeyPath, tree: Node) -> Place:
-    """Where the value stands, or the nearest thing around it that stands somewhere."""
-    while (node := tree.find(path)) is None:
-        path = path[:-1]
-    return node.place
+        return path, Problem(tree.key_place_of(path), dotted(tree.as_written(path)), None, message, remedy)
+    return path, Problem(tree.place_of(path), dotted(tree.as_written(path)), show(details["input"]), message, remedy)
 
 
 def _wording(details: ErrorDetails, path: KeyPath, model: str) -> tuple[str, str]:
@@ -131,13 +123,13 @@ def _example(path: KeyPath, model: str) -> str:
 
 
 def _field(path: KeyPath, model: str) -> FieldInfo:
-    """The field at that path, or the one that holds the list entry there."""
+    """The field at that path; for an entry of a list, the field that holds the list."""
     names = [part for part in path if isinstance(part, str)]
     return _section(tuple(names[:-1]), model).model_fields[names[-1]]
 
 
 def _section(path: KeyPath, model: str) -> type[BaseModel]:
-    """`model`: which one it is, a key of `MODELS`."""
+    """The model class of the section at that path. model: a key of `MODELS`."""
     if path[:1] == ("model",):
         return ARGS[model] if len(path) > 1 else MODELS[model]
     section: Any = RunConfig.model_fields[str(path[0])].annotation if path else RunConfig
@@ -146,22 +138,18 @@ def _section(path: KeyPath, model: str) -> type[BaseModel]:
 
 def _unknown_key(path: KeyPath, tree: Node, model: str) -> Problem:
     remedy = _known_key(path[:-1], str(path[-1]), model)
-    return Problem(_key_place(path, tree), dotted(tree.as_written(path)), None, "unknown key.", remedy)
-
-
-def _key_place(path: KeyPath, tree: Node) -> Place:
-    node = tree.find(path)
-    assert node is not None, "a key that is wrong stands where it was found"
-    return node.key_place or node.place
+    return Problem(tree.key_place_of(path), dotted(tree.as_written(path)), None, "unknown key.", remedy)
 
 
 def _known_key(parent: KeyPath, key: str, model: str) -> str:
-    """What to write instead: the same word in another section, the nearest here, or all there is."""
+    """The remedy: not supported yet, the same key in another section, the nearest key here, or all keys here."""
+    prefix = "".join(f"{part}." for part in parent)
+    if prefix + key in NOT_YET:
+        return f"{NOT_YET[prefix + key]} not there yet: remove it."
     elsewhere = [name for name in _leaves(model) if name.rpartition(".")[2] == key]
     if elsewhere:
         return f"Did you mean {enumerate_words(elsewhere)}?"
     keys = list(_section(parent, model).model_fields)
-    prefix = "".join(f"{part}." for part in parent)
     if parent == ("model", "args") and model == "hf" and nearest(key, keys) is None:
         return f"Keys here: {', '.join(keys)}; the model's own stand under config."
     owners = _models_with(ALIASES.get(prefix + key, prefix + key))
@@ -176,11 +164,11 @@ def _known_key(parent: KeyPath, key: str, model: str) -> str:
     close = nearest(key, known)
     if close is not None:
         return f"Did you mean {(known[close] or close).removeprefix(prefix)}?"
-    return f"Keys here: {', '.join(keys)}." if keys else f"{dotted(parent)} has no keys yet."
+    return f"Keys here: {', '.join(keys)}."
 
 
 def _models_with(name: str) -> list[str]:
-    """The built-in models that have this key of `model.args`."""
+    """Built-in models that have this key of `model.args`."""
     section, _, key = name.rpartition(".")
     return [model for model, args in ARGS.items() if section == "model.args" and key in args.model_fields]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from parallel3d.config.errors import ConfigProblems, problem_of_key
-from parallel3d.config.import_factory import call_factory, told
+from parallel3d.config.factories import call_factory, describe
 from parallel3d.data.batch import Batch, collate
 from parallel3d.seeding import seeded
 from runtime.errors import DataError
@@ -37,7 +37,7 @@ class UserDataset:
         try:
             return self._dataset[index]
         except (Exception, SystemExit) as error:
-            raise DataError(f"data.factory = {self._factory}: sample {index} raised {told(error)}.") from error
+            raise DataError(f"data.factory = {self._factory}: sample {index} raised {describe(error)}.") from error
 
     def _collated(self, samples: Sequence[Any], indices: Sequence[int]) -> Batch:
         try:
@@ -57,7 +57,7 @@ def make_user_dataset(factory: str, seed: int) -> UserDataset:
     try:
         length = len(dataset)
     except Exception as error:
-        raise _refused(factory, f"the dataset's len raised {told(error)}.") from error
+        raise _refused(factory, f"the dataset's len raised {describe(error)}.") from error
     if length == 0:
         raise problem_of_key("data.factory", factory, "the dataset has no samples.", "Return one that has some.")
     return _with_a_good_sample(UserDataset(dataset, factory), factory)

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from parallel3d.config.errors import ConfigProblems, enumerate_words, problem_of_key
+from parallel3d.config.factories import blaming, call_factory
 from parallel3d.config.fields import TensorStrategy
-from parallel3d.config.import_factory import call_factory, telling
 from parallel3d.config.sections import CustomModel, GptModel, LlamaModel, RunConfig
 from parallel3d.models.gpt import build_gpt
 from parallel3d.models.layer_sequence import CannotBeCut, LayerRow, find_row
@@ -97,7 +97,7 @@ def _row(config: CustomModel, model: nn.Module, num_stages: int) -> LayerRow:
 
 
 def _found_row(config: CustomModel, model: nn.Module) -> LayerRow:
-    with telling("model.factory", config.factory, "pipeline_layers()"):
+    with blaming("model.factory", config.factory, "pipeline_layers()"):
         try:
             return find_row(model, config.layers)
         except InvalidCall as error:
@@ -107,7 +107,7 @@ def _found_row(config: CustomModel, model: nn.Module) -> LayerRow:
 
 def _plan(factory: str, model: nn.Module) -> Mapping[str, str]:
     given: Any = getattr(model, "tensor_plan", {})
-    with telling("model.factory", factory, "tensor_plan()"):
+    with blaming("model.factory", factory, "tensor_plan()"):
         plan = given() if callable(given) else given
     if not isinstance(plan, Mapping):
         message = f"the model's tensor_plan is {type(plan).__name__}, but must map patterns to strategies."

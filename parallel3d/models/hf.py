@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from parallel3d.config.errors import nearest
-from parallel3d.config.import_factory import refusal
+from parallel3d.config.errors import problem_of_key as refusal
 from parallel3d.config.sections import HfModel, RunConfig
 from parallel3d.models.hf_calls import Row
 from parallel3d.models.hf_plan import tensor_plan

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from parallel3d.config.import_factory import refusal
+from parallel3d.config.errors import problem_of_key as refusal
 from parallel3d.config.sections import RunConfig
 
 _STRATEGIES = {

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel3d.config.import_factory import refusal
+from parallel3d.config.errors import problem_of_key as refusal
 from parallel3d.models.hf_calls import (
     Answer,
     Call,

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 
-from parallel3d.config.import_factory import load_factory
+from parallel3d.config.factories import load_factory
 from parallel3d.tensor.vocabulary import IGNORED, cross_entropy_sum
 from runtime.errors import InvalidCall
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from parallel3d.config.import_factory import refusal
+from parallel3d.config.errors import problem_of_key as refusal
 from runtime.errors import ConfigError
 
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"

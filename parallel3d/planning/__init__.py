@@ -1,1 +1,1 @@
-"""What is known of a run before its ranks exist: its blueprint, its checks, its alternatives."""
+"""A run before its ranks exist: its blueprint, checks before the start, predictions for other pipelines."""

@@ -1,49 +1,45 @@
-"""What is found out about a run before its ranks start: whether it can be built, cut and fed as configured."""
+"""Checks before ranks start: whether the run can be built, cut and fed as configured. Loads torch when called."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from parallel3d.config.errors import ConfigProblems, Place, problem_of_key
 from parallel3d.config.sections import GptModel, LlamaModel, RunConfig
+from parallel3d.planning.blueprint import Blueprint, draw, table_of
 from parallel3d.runs.record import ModelFacts
 from runtime.errors import ConfigError, InvalidCall
 
-if TYPE_CHECKING:
-    from parallel3d.planning.blueprint import Blueprint
-
-
 Locate = Callable[[str], Place]
-"""Where the value of a key stands, as errors name it; of "" the file."""
+"""From a key to the place of its value, as errors name it; "" is the file."""
 
 
 def nowhere(key: str) -> Place:
-    """For a configuration that came from no file."""
+    """The `Locate` of a configuration without a file."""
     return Place("")
 
 
 def check_before_start(config: RunConfig, locate: Locate = nowhere, num_local: int | None = None) -> ModelFacts:
-    """Build the pipeline's table, the model without memory, its tensor plan and its dataset, and find its loss.
+    """Build the pipeline's table, the model without memory, its tensor plan, its loss and its dataset.
 
-    locate: how errors name places. num_local: ranks on this host, if not all of them.
-    Raises ConfigError, which names the key at fault.
+    locate: finds the place that an error names. num_local: ranks on this host; None for all.
+    Raises ConfigError, which names the key.
     """
     with _naming(locate):
         return _check(config, config.world_size if num_local is None else num_local)
 
 
 def draw_before_start(config: RunConfig, locate: Locate = nowhere) -> Blueprint:
-    """The run as it will be, without memory for its model. Raises ConfigError, as above."""
+    """The run's blueprint, without memory for its model. Raises ConfigError, which names the key."""
     with _naming(locate):
         return _drawn(config)
 
 
 @contextlib.contextmanager
 def placing(locate: Locate) -> Iterator[None]:
-    """Problems in here name their place in the file."""
+    """Give problems raised inside that have no place yet the place of their key."""
     try:
         yield
     except ConfigProblems as error:
@@ -53,7 +49,7 @@ def placing(locate: Locate) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _naming(locate: Locate) -> Iterator[None]:
-    """Errors in here name the file, and their place in it."""
+    """Like `placing`, and an InvalidCall becomes a ConfigError that names the file."""
     try:
         with placing(locate):
             yield
@@ -62,8 +58,6 @@ def _naming(locate: Locate) -> Iterator[None]:
 
 
 def _drawn(config: RunConfig) -> Blueprint:
-    from parallel3d.planning.blueprint import draw, table_of  # torch takes seconds
-
     try:
         table_of(config)
     except InvalidCall as error:
@@ -84,7 +78,7 @@ def _check(config: RunConfig, num_local: int) -> ModelFacts:
 
 
 def _check_devices(backend: str, num_local: int) -> None:
-    """Counting them does not take them into use."""
+    """Whether each local rank has a CUDA device; counting them initializes none."""
     if backend != "nccl":
         return
     import torch
@@ -97,7 +91,7 @@ def _check_devices(backend: str, num_local: int) -> None:
 
 
 def flops_per_token(config: RunConfig, parameters: int) -> float:
-    """Forward and backward: 6 operations a parameter, and for attention 12 times layers, width and sequence."""
+    """Of forward and backward: 6 a parameter; built-in models add 12 x layers x width x sequence for attention."""
     attention = 0
     if isinstance(config.model, GptModel | LlamaModel):
         attention = 12 * config.model.args.layers * config.model.args.width * config.sequence

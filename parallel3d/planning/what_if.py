@@ -1,8 +1,8 @@
-"""What a step would take with another pipeline: the simulator's answer, from what the stages took in real steps.
+"""How long a step would take with another pipeline, simulated from the measured times of the stages.
 
-    predicted = measured step - simulated pipeline as it is + simulated pipeline as it would be
+    predicted = measured step - simulated current pipeline + simulated other pipeline
 
-So what is no part of the pipeline stays as it was, and so does what the simulator knows nothing of.
+So time outside the pipeline, or unknown to the simulator, stays as measured. No torch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from parallel3d.pipeline.schedules.table import Table
 from parallel3d.pipeline.simulation import Costs, makespan
 from runtime.errors import InvalidCall
 
-_LEAST = 1e-9  # seconds: a prediction is above zero, whatever was measured
+_LEAST = 1e-9  # seconds: a prediction is above zero
 Row = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StageRows:
-    """Seconds of a step, all microbatches together: a number for each stage, or for each layer."""
+    """Seconds of a step, all microbatches together, for each stage or for each layer."""
 
     forward: Row
     input_backward: Row
@@ -44,17 +44,17 @@ class StageRows:
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlanner:
-    """A run's pipeline as it was configured."""
+    """A run's pipeline as configured."""
 
     schedule: str
     pp: int
     microbatches: int
     virtual_stages: int = 1
     layers_per_stage: tuple[int, ...] = ()
-    """Of each stage; empty where only the ranks know."""
+    """Empty where only the ranks know it."""
     layers_are_alike: bool = False
-    """All but the first and the last, which hold the model's ends too. Else nothing is known of the layers of a stage
-    but what they take together."""
+    """Whether all layers cost the same, except that the first and last also hold the model's ends. If not, the time of
+    a stage is divided evenly over its layers."""
 
     @staticmethod
     def of_facts(facts: RunFacts) -> PipelinePlanner:
@@ -75,7 +75,7 @@ class PipelinePlanner:
         )
 
     def plan(self, window: Window) -> PipelinePlan | None:
-        """None where the window does not tell what each stage took."""
+        """A plan from measured steps; None where the window lacks times of a stage."""
         table = self.table(self.schedule, self.microbatches, None if is_csv(self.schedule) else self.virtual_stages)
         if table is None or window.seconds <= 0:
             return None
@@ -83,7 +83,7 @@ class PipelinePlanner:
         return None if rows is None else PipelinePlan(self, table, rows, window)
 
     def table(self, schedule: str, microbatches: int, virtual_stages: int | None) -> Table | None:
-        """None where there is none of these sizes."""
+        """None where the schedule has no table of these sizes."""
         try:
             return build(schedule, self.pp, microbatches, virtual_stages)
         except (InvalidCall, OSError):
@@ -104,10 +104,10 @@ def _layers(config: RunConfig) -> tuple[int, ...]:
 
 
 def _stage_rows(window: Window, table: Table) -> StageRows | None:
-    """What each stage took: the mean of the ranks that have it, with their tensor-parallel exchanges."""
+    """Mean time of each stage over the ranks that have it, tensor-parallel communication included."""
     rows: list[tuple[float, float, float]] = []
     for stage in range(table.stages):
-        found = [(_with_exchanges(rank), rank.stages[stage]) for rank in window.ranks.values() if stage in rank.stages]
+        found = [(_tp_factor(rank), rank.stages[stage]) for rank in window.ranks.values() if stage in rank.stages]
         if not found or not any(seconds.total for _, seconds in found):
             return None
         rows.append(
@@ -118,18 +118,19 @@ def _stage_rows(window: Window, table: Table) -> StageRows | None:
             )
         )
     forward, backward, weight = zip(*rows, strict=True)
-    if not table.splits_backward:  # taken as half for the input, half for the weights
+    if not table.splits_backward:  # counted as half input gradients, half weight gradients
         backward = weight = tuple((whole + part) / 2 for whole, part in zip(backward, weight, strict=True))
     return StageRows(forward, backward, weight)
 
 
-def _with_exchanges(rank: RankWindow) -> float:
+def _tp_factor(rank: RankWindow) -> float:
+    """Compute time with tensor-parallel communication over compute time alone."""
     return 1 + rank.parts["tp_comm"] / rank.compute_wall if rank.compute_wall > 0 else 1.0
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Predictions from one window."""
+    """Predictions from one window of measured steps."""
 
     planner: PipelinePlanner
     table: Table
@@ -144,7 +145,8 @@ class PipelinePlan:
         layers_per_stage: Sequence[int] | None = None,
         virtual_stages: int | None = None,
     ) -> float | None:
-        """Of the same batch: more microbatches are smaller ones, and cost as much together."""
+        """Step time of the same batch with these changes; None where unknown. Microbatches of any number cost the same
+        in total."""
         if schedule is None and virtual_stages is None:
             virtual_stages = self.table.stages // self.planner.pp
         table = self.planner.table(
@@ -154,12 +156,12 @@ class PipelinePlan:
         return None if table is None or rows is None else self._predict(table, rows)
 
     def balanced_seconds(self) -> float | None:
-        """If all stages took equally long."""
+        """Step time if all stages took equally long."""
         even = StageRows(*((fmean(row),) * len(row) for row in self.rows.each()))
         return self._predict(self.table, even)
 
     def best_layers(self) -> tuple[int, ...] | None:
-        """The cut with which the slowest rank of the pipeline computes the shortest."""
+        """The layers per stage that minimize the compute time of the slowest pipeline rank."""
         layers = self._layer_rows
         if layers is None:
             return None
@@ -167,7 +169,7 @@ class PipelinePlan:
         return best_cut(summed(layers.totals), self.table.stages, ranks)
 
     def _rows_of(self, table: Table, layers_per_stage: Sequence[int] | None) -> StageRows | None:
-        """What the table's stages take; None where they have other layers, and what these take is not known."""
+        """Times of the table's stages; None where they hold other layers whose times are unknown."""
         if layers_per_stage is None and table.rank_of_stage == self.table.rank_of_stage:
             return self.rows
         layers = self._layer_rows
@@ -183,7 +185,7 @@ class PipelinePlan:
 
     @cached_property
     def _layer_rows(self) -> StageRows | None:
-        """What each layer takes."""
+        """Time of each layer; None where the layers of stages are unknown."""
         cut = self.planner.layers_per_stage
         if len(cut) != self.table.stages:
             return None
@@ -191,10 +193,10 @@ class PipelinePlan:
         return StageRows(*(divide(row, cut) for row in self.rows.each()))
 
     def _predict(self, table: Table, rows: StageRows) -> float:
-        return max(_LEAST, self.window.seconds - self._as_it_is + self._simulated(table, rows))
+        return max(_LEAST, self.window.seconds - self._simulated_now + self._simulated(table, rows))
 
     @cached_property
-    def _as_it_is(self) -> float:
+    def _simulated_now(self) -> float:
         return self._simulated(self.table, self.rows)
 
     def _simulated(self, table: Table, rows: StageRows) -> float:
@@ -202,7 +204,7 @@ class PipelinePlan:
         return makespan(table, Costs(table.stages, forward, backward, weight, self._transfer(table)))
 
     def _transfer(self, table: Table) -> float:
-        """Of one message: as long as now, or shorter as it is smaller."""
+        """Seconds of one message, in proportion to its size."""
         links = sum(self.table.crosses_ranks(stage) for stage in range(self.table.stages))
         messages = 2 * links * self.table.microbatches
         pipelines = len(self.window.ranks) / self.planner.pp
@@ -211,12 +213,12 @@ class PipelinePlan:
 
 
 def _evenly(row: Row, cut: Cut) -> Row:
-    """Each layer takes its part of what its stage takes."""
+    """A stage's time divided evenly over its layers."""
     return tuple(seconds / number for seconds, number in zip(row, cut, strict=True) for _ in range(number))
 
 
 def _with_ends(row: Row, cut: Cut) -> Row:
-    """As above, but of the first and the last stage what is more than for other layers belongs to the model's ends."""
+    """As `_evenly`, with what the first and last stage take more than other layers given to the model's ends."""
     layers = list(_evenly(row, cut))
     least = min(layers)
     for stage, end in ((0, 0), (len(cut) - 1, len(layers) - 1)):

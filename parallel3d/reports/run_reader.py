@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from monitoring.analysis.totals import WARM_UP
 from monitoring.events.time_parts import PARTS
 from monitoring.report import Report, make_report
-from parallel3d.config.file import LARGEST_FILE, parse_yaml
+from parallel3d.config.yaml_positions import LARGEST_FILE, parse_yaml
 from parallel3d.pipeline.simulation.measured import Measured
 from parallel3d.reports.pipeline_view import pipeline_view
 from parallel3d.reports.untrusted_files import open_regular, read_bounded

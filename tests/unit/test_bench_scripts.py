@@ -1,4 +1,4 @@
-"""What the scripts in bench/ say about their figures."""
+"""What the scripts in bench/ print, and that each starts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def load(monkeypatch) -> Iterator[Load]:
         (60.1, {"most": 60}, "(wanted: at most 60; NOT reached)"),
     ],
 )
-def test_a_goal_is_told_with_whether_it_was_reached(load, value, goal, text):
+def test_a_goal_is_shown_with_whether_it_was_reached(load, value, goal, text):
     assert load("common").wanted(value, **goal) == text
 
 

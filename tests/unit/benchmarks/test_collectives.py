@@ -15,28 +15,26 @@ import pytest
 import torch
 
 import parallel3d
-from parallel3d.benchmarks import collectives, crews, mpirun, wire
+from monitoring.events.collectives import bus_factor
+from parallel3d.benchmarks import collectives, mpirun, worker, worker_processes
 from parallel3d.benchmarks.collectives import Contestant
-from parallel3d.benchmarks.crews import Crew, Reception
-from parallel3d.benchmarks.document import machine
-from parallel3d.benchmarks.figures import (
-    MEMORY_LIMIT,
-    Measured,
-    Run,
-    all_reduce_factor,
-    fastest_of_ours,
-    figures,
-    geometric_means,
-)
-from parallel3d.benchmarks.known_values import check_sum, fill, largest_sum
 from parallel3d.benchmarks.memory_rank import MemoryRank, cut
 from parallel3d.benchmarks.mpirun import Mpi, find_mpi
 from parallel3d.benchmarks.our_rank import OurRank
-from parallel3d.benchmarks.plan import DTYPES, Plan, _check_memory, make_plan
+from parallel3d.benchmarks.plan import DTYPES, Plan, _check_memory, human, make_plan, parse_size, parse_sizes
 from parallel3d.benchmarks.plot import picture
-from parallel3d.benchmarks.sizes import human, parse_size, parse_sizes
+from parallel3d.benchmarks.results import (
+    MEMORY_LIMIT,
+    Measured,
+    Run,
+    fastest_of_ours,
+    figures,
+    geometric_means,
+    machine,
+)
 from parallel3d.benchmarks.table import _number, render
-from parallel3d.benchmarks.wire import Command, time_calls
+from parallel3d.benchmarks.worker import Command, check_sum, fill, largest_sum, time_calls
+from parallel3d.benchmarks.worker_processes import Listener, WorkerProcesses
 from process_groups.group import STRATEGIES
 from process_groups.reduction import piece_bytes
 from runtime import cores
@@ -162,7 +160,7 @@ SECONDS = {
 
 
 def test_figures_are_medians_and_ratios_those_of_the_rounds():
-    found = figures(Measured(1_000_000, 250_000, 8, SECONDS), all_reduce_factor(4))
+    found = figures(Measured(1_000_000, 250_000, 8, SECONDS), bus_factor("all_reduce", 4))
     default = found["default"]
     assert default.seconds == 2e-3
     assert default.algbw == pytest.approx(0.5)
@@ -255,7 +253,7 @@ def test_known_values_add_up_in_every_dtype(dtype, length):
 
 
 @pytest.mark.parametrize("make_buffer", [torch.zeros, np.zeros])
-def test_a_wrong_sum_is_told_with_its_place(make_buffer):
+def test_a_wrong_sum_is_an_error_with_its_place(make_buffer):
     buffer = make_buffer(200_000)
     make = partial(torch.tensor, dtype=torch.float32) if make_buffer is torch.zeros else partial(np.array, dtype=float)
     fill(buffer, 2, make)
@@ -316,7 +314,7 @@ def test_a_peer_keeps_its_tensor_until_it_rests_or_another_is_wanted(tmp_path):
         listening.bind(path)
         listening.listen()
         listening.settimeout(10)
-        serving = threading.Thread(target=wire.serve, args=(contestant, "mpi", path), daemon=True)
+        serving = threading.Thread(target=worker.serve, args=(contestant, "mpi", path), daemon=True)
         serving.start()
         connection, _ = listening.accept()
         with connection:
@@ -329,7 +327,7 @@ def test_a_peer_keeps_its_tensor_until_it_rests_or_another_is_wanted(tmp_path):
 
 def test_a_send_there_and_back_counts_as_two(monkeypatch):
     clock = iter([10.0, 22.0, 10.0, 22.0])
-    monkeypatch.setattr(wire.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(worker.time, "perf_counter", lambda: next(clock))
     assert time_calls(Counting(), Command("all_reduce", 4, repeats=3)) == 4.0
     assert time_calls(Counting(), Command("send", 4, repeats=3)) == 2.0
 
@@ -361,7 +359,7 @@ def test_only_open_mpi_gets_its_own_options(monkeypatch):
 
 
 class Idle:
-    """A crew that answers at once; notes whether MPI's processes had ended by then."""
+    """Worker processes that answer at once; note whether MPI's had ended by then."""
 
     def __init__(self, name: str, happened: list[str]) -> None:
         self.name, self._happened = name, happened
@@ -391,12 +389,12 @@ async def test_an_mpi_that_is_not_ready_in_time_has_ended_before_anything_is_mea
             happened.append("mpi has ended")
         return ""
 
-    def make_crews(num_ranks: int, mpi: Mpi | None, reception: Reception, folder: Path) -> list[Crew | Idle]:
+    def make_workers(num_ranks: int, mpi: Mpi | None, listener: Listener, folder: Path) -> list[WorkerProcesses | Idle]:
         others = [Idle(name, happened) for name in ("ours", "gloo", "memory limit")]
-        return [*others, Crew("mpi", num_ranks, reception, never_ready)]
+        return [*others, WorkerProcesses("mpi", num_ranks, listener, never_ready)]
 
-    monkeypatch.setattr(crews, "_READY_SECONDS", 0.001)
-    monkeypatch.setattr(collectives, "_crews", make_crews)
+    monkeypatch.setattr(worker_processes, "_READY_SECONDS", 0.001)
+    monkeypatch.setattr(collectives, "_workers", make_workers)
     notes, seen = [], []
     plan = Plan((2,), (4,), ("default",), rounds=1)
     runs = await collectives.measure(plan, None, tmp_path, lambda text: None, notes.append, seen.append)
@@ -426,16 +424,16 @@ async def test_turns_of_a_round_alternate_and_their_median_counts(monkeypatch):
     assert measured == Measured(4, 1, 120, {"default": [2.0], "ring": [5.0]})
 
 
-async def test_a_rank_that_comes_when_its_crew_was_dismissed_is_sent_away(tmp_path, monkeypatch):
-    monkeypatch.setattr(crews, "_READY_SECONDS", 0.001)
-    async with Reception(tmp_path) as reception:
-        first, second = [await asyncio.open_unix_connection(reception.path) for _ in range(2)]
-        async with Crew("mpi", 2, reception, asyncio.Event().wait) as crew:
-            first[1].write(wire.to_line(crew="mpi", rank=0))
+async def test_a_rank_that_comes_when_its_processes_were_dismissed_is_sent_away(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_processes, "_READY_SECONDS", 0.001)
+    async with Listener(tmp_path) as listener:
+        first, second = [await asyncio.open_unix_connection(listener.path) for _ in range(2)]
+        async with WorkerProcesses("mpi", 2, listener, asyncio.Event().wait) as workers:
+            first[1].write(worker.to_line(workers="mpi", rank=0))
             with pytest.raises(BenchmarkError, match="were not ready within"):
-                await crew.ready()
-            await crew.dismiss()
-            second[1].write(wire.to_line(crew="mpi", rank=1))
+                await workers.ready()
+            await workers.dismiss()
+            second[1].write(worker.to_line(workers="mpi", rank=1))
             for reader, writer in (first, second):
                 assert await reader.read() == b""
                 writer.close()
@@ -446,9 +444,9 @@ def test_cores_are_those_that_a_container_leaves(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
     monkeypatch.setattr(cores, "quota", lambda: 2.5)
     assert machine(None)["cores"] == 3
-    crews = {crew.name: crew for crew in collectives._crews(2, None, Reception(tmp_path), tmp_path)}
-    assert crews[MEMORY_LIMIT]._num_ranks == 3
-    assert crews[MEMORY_LIMIT]._run.args[1] == 3
+    workers = {each.name: each for each in collectives._workers(2, None, Listener(tmp_path), tmp_path)}
+    assert workers[MEMORY_LIMIT]._num_ranks == 3
+    assert workers[MEMORY_LIMIT]._run.args[1] == 3
 
 
 FACTS = {"cores": 2, "cpu": "a CPU", "torch": "2.0", "mpi": None}

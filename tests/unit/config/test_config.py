@@ -20,9 +20,7 @@ def load(text: str, here: Path, **options: Any) -> RunConfig:
     return load_config("run.yaml", **{"environ": {}, **options})
 
 
-@pytest.mark.parametrize(
-    "text", ["", "# nothing\n", "---\n", "parallel:\ncheckpoint: {}\nmonitoring:\nmodel: {args: }\n"]
-)
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n", "parallel:\nmemory: {}\nmonitoring:\nmodel: {args: }\n"])
 def test_an_empty_file_is_all_defaults(text, here):
     config = load(text, here)
     assert config == load_config(None, environ={})
@@ -63,11 +61,10 @@ def test_an_empty_file_is_all_defaults(text, here):
             "strategy": "default",
             "strategy_table": None,
             "bucket_size": 25 * 1024 * 1024,
-            "compression": "none",
             "timeout": 30.0,
             "startup_timeout": 120.0,
         },
-        "memory": {"budget": 8 * 1024**3, "strategy": "standard"},
+        "memory": {"budget": 8 * 1024**3},
         "optimizer": {
             "name": "adamw",
             "lr": 3e-4,
@@ -82,7 +79,6 @@ def test_an_empty_file_is_all_defaults(text, here):
             "shard": False,
         },
         "train": {"steps": 100, "batch_size": 1, "seed": 0, "precision": "float32"},
-        "checkpoint": {},
         "monitoring": {
             "enabled": True,
             "host": "127.0.0.1",

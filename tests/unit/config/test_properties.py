@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from parallel3d.config import RunConfig, load_config
 from parallel3d.config.aliases import ALIASES, SECTION_ALIASES
-from parallel3d.config.scalars import dump, resolve_scalar
 from parallel3d.config.sections import ARGS
+from parallel3d.config.yaml_scalars import dump, resolve_scalar
 from runtime.errors import ConfigError
 
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

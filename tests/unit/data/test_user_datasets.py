@@ -40,7 +40,7 @@ def factory(monkeypatch):
         module = types.ModuleType(NAME)
         module.build = function  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, NAME, module)
-        monkeypatch.setattr("parallel3d.config.import_factory.missing_module", lambda _: None)
+        monkeypatch.setattr("parallel3d.config.factories.missing_module", lambda _: None)
         monkeypatch.setattr("parallel3d.config.model_rules.missing_module", lambda _: None)
         return f"{NAME}:build"
 

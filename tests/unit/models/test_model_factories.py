@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from parallel3d.config import load_config
-from parallel3d.config.import_factory import load_factory
+from parallel3d.config.factories import load_factory
 from parallel3d.models.build import build_model
 from parallel3d.models.gpt import Gpt
 from parallel3d.models.layered import LayeredModel

@@ -1,4 +1,4 @@
-"""Crews: the long-lived processes of each contestant, which wait for commands without using a core."""
+"""The worker processes of each contestant: started once, they run the commands of the bench process."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from parallel3d.benchmarks.wire import Command
+from parallel3d.benchmarks.worker import Command
 from runtime.errors import BenchmarkError
 from runtime.launch.launch import launch
 from runtime.launch.script import Target
 from runtime.launch.spec import LaunchSpec
 
 Run = Callable[[], Coroutine[Any, Any, str]]
-"""Runs a crew's processes to their end; returns why they failed, or nothing. Cancelling it ends them."""
+"""Runs the processes to their end; returns why they failed, or "". Cancelling it ends them."""
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 _READY_SECONDS = 120.0
@@ -27,60 +27,60 @@ _PRELOAD = ("torch", "torch.distributed", "numpy", "uvloop", "parallel3d.rank_me
 
 
 async def run_launched(module: str, num_ranks: int, *args: str) -> str:
-    """Ranks of one of our modules, as `parallel3d launch` starts them."""
-    # PYTHONSAFEPATH: a file of the user's in the current folder shall hide no module.
+    """Run one of our modules as ranks, as `parallel3d launch` does."""
+    # PYTHONSAFEPATH: no file of the current folder may hide a module.
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONSAFEPATH": "1"}
     target = Target(f"parallel3d.benchmarks.{module}", is_module=True, args=args)
     spec = LaunchSpec(target, num_ranks, _PRELOAD, environment=environment, interrupt_grace=_GRACE_SECONDS)
     return (await launch(spec)).report
 
 
-class Reception:
-    """The Unix socket, in a private folder, to which the ranks of all crews connect."""
+class Listener:
+    """The Unix socket, in a private folder, to which all ranks connect."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "bench"
         self._awaited: dict[tuple[str, int], asyncio.Future[Connection]] = {}
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_unix_server(self._welcome, self.path)
+        self._server = await asyncio.start_unix_server(self._accept, self.path)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
         self.path.unlink(missing_ok=True)
 
-    def expect(self, crew: str, num_ranks: int) -> list[asyncio.Future[Connection]]:
-        """The ranks' connections, once they are there."""
+    def expect(self, workers: str, num_ranks: int) -> list[asyncio.Future[Connection]]:
+        """Futures of the ranks' connections."""
         loop = asyncio.get_running_loop()
-        keys = [(crew, rank) for rank in range(num_ranks)]
+        keys = [(workers, rank) for rank in range(num_ranks)]
         self._awaited.update((key, loop.create_future()) for key in keys)
         return [self._awaited[key] for key in keys]
 
-    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         hello = json.loads(await reader.readline())
-        awaited = self._awaited.pop((hello["crew"], hello["rank"]))
-        if awaited.done():  # nobody waits any more for a crew that has failed
+        awaited = self._awaited.pop((hello["workers"], hello["rank"]))
+        if awaited.done():  # these processes have failed meanwhile
             writer.close()
         else:
             awaited.set_result((reader, writer))
 
 
-class Crew:
-    """The processes of one contestant. Entered, they are starting; once `ready`, they can be asked."""
+class WorkerProcesses:
+    """The processes of one contestant. Entering starts them; after `ready` they take commands."""
 
-    def __init__(self, name: str, num_ranks: int, reception: Reception, run: Run) -> None:
+    def __init__(self, name: str, num_ranks: int, listener: Listener, run: Run) -> None:
         self.name = name
-        self._num_ranks, self._reception, self._run = num_ranks, reception, run
+        self._num_ranks, self._listener, self._run = num_ranks, listener, run
         self._connections: list[Connection] = []
 
     async def __aenter__(self) -> Self:
-        self._expected = self._reception.expect(self.name, self._num_ranks)
-        self._running = asyncio.create_task(self._run(), name=f"crew {self.name}")
+        self._expected = self._listener.expect(self.name, self._num_ranks)
+        self._running = asyncio.create_task(self._run(), name=f"workers {self.name}")
         return self
 
     async def ready(self) -> None:
-        """Until every rank waits for commands; BenchmarkError where they ended before."""
+        """Wait until every rank takes commands. Raises BenchmarkError if they end before."""
         connected = asyncio.create_task(self._connect())
         either: set[asyncio.Future[Any]] = {connected, self._running}
         await asyncio.wait(either, timeout=_READY_SECONDS, return_when=asyncio.FIRST_COMPLETED)
@@ -93,7 +93,7 @@ class Crew:
         return [await expected for expected in self._expected]
 
     async def ask(self, command: Command) -> float:
-        """Let every rank carry it out; the seconds of the slowest."""
+        """Run the command on every rank; returns the seconds of the slowest."""
         for _, writer in self._connections:
             writer.write(command.to_line())
         answers = [asyncio.create_task(self._answer(rank)) for rank in range(self._num_ranks)]
@@ -120,7 +120,7 @@ class Crew:
         return float(answer["seconds"])
 
     async def _failure(self, otherwise: str) -> BenchmarkError:
-        """Why the processes ended, which they are about to tell; `otherwise` where they don't."""
+        """The error of processes that ended or are about to; `otherwise` if they give none."""
         await asyncio.wait({self._running}, timeout=_LEAVE_SECONDS if self._connections else 0)
         why = await self._running if self._running.done() else ""
         return BenchmarkError(f"the ranks of {self.name} " + (f"failed:\n{why}" if why else otherwise))
@@ -128,19 +128,19 @@ class Crew:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hang_up()
+        self._close_connections()
         if error is None and self._connections:
             await asyncio.wait({self._running}, timeout=_LEAVE_SECONDS)
         await self.dismiss()
 
     async def dismiss(self) -> None:
-        """End the processes, and wait until they have ended: they shall not run beside what is measured next."""
-        self._hang_up()
+        """End the processes and wait for it, so that they don't disturb what is measured next."""
+        self._close_connections()
         self._running.cancel()
-        await asyncio.gather(self._running, return_exceptions=True)  # what went wrong has been told
+        await asyncio.gather(self._running, return_exceptions=True)  # errors were raised before
 
-    def _hang_up(self) -> None:
-        """On which every rank leaves, also where others never came."""
+    def _close_connections(self) -> None:
+        """Every connected rank exits then, even if others never connected."""
         for expected in self._expected:
             if expected.done() and not expected.cancelled():
                 expected.result()[1].close()

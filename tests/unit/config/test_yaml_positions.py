@@ -7,7 +7,7 @@ import time
 import pytest
 
 from parallel3d.config import load_config
-from parallel3d.config.file import LARGEST_FILE
+from parallel3d.config.yaml_positions import LARGEST_FILE
 from runtime.errors import ConfigError
 
 CHECK = "Check indentation, brackets and quotes near here."

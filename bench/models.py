@@ -1,11 +1,11 @@
-"""Stages that `bench/pipeline.py` runs: some that sleep, and a small GPT."""
+"""Models of the benchmarks: stages that sleep, and a small GPT, whole or in parts."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -14,6 +14,14 @@ from torch.nn import functional
 from parallel3d.gradients.deferred import is_split, later
 
 WIDTH, HEADS, VOCABULARY, LAYERS = 256, 4, 1024, 4
+TENSOR_PLAN = {
+    "embedding": "vocab",
+    **{f"blocks.*.attention.{name}": "column" for name in ("query", "key", "value")},
+    "blocks.*.attention.out": "row",
+    "blocks.*.up": "column",
+    "blocks.*.down": "row",
+    "head": "vocab",
+}
 
 
 class _Sleep(torch.autograd.Function):
@@ -45,7 +53,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class Sleeping(nn.Module):
-    """Takes its time and computes next to nothing. `forwards` and `backwards` are the seconds that it really took."""
+    """Sleeps instead of computing. `forwards` and `backwards` are the seconds that it really took."""
 
     def __init__(self, forward_seconds: float, backward_seconds: float) -> None:
         super().__init__()
@@ -53,7 +61,7 @@ class Sleeping(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1))
         self.forwards: list[float] = []
         self.backwards: list[float] = []
-        """Whole ones, or their halves."""
+        """Of whole backwards, or of their halves if split."""
 
     @contextmanager
     def timing(self, log: list[float]) -> Iterator[None]:
@@ -66,7 +74,7 @@ class Sleeping(nn.Module):
             return _Sleep.apply(values, self.weight, self)
 
     def seconds(self) -> float:
-        """Of a forward and a backward, on average since the last time."""
+        """Mean of a forward and a backward since the last call."""
         total = (sum(self.forwards) + sum(self.backwards)) / len(self.forwards)
         self.forwards.clear()
         self.backwards.clear()
@@ -99,6 +107,24 @@ class Block(nn.Module):
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         values = values + self.attention(self.before(values))
         return values + self.down(functional.gelu(self.up(self.between(values))))
+
+
+class SmallGPT(nn.Module):
+    """Blocks `first` to `last`, with the embedding before the first and the head after the last."""
+
+    tensor_plan: ClassVar = TENSOR_PLAN
+
+    def __init__(self, first: int = 0, last: int = LAYERS) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH) if first == 0 else None
+        self.blocks = nn.ModuleList(Block() for _ in range(first, last))
+        self.head = nn.Linear(WIDTH, VOCABULARY) if last == LAYERS else None
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        values = values if self.embedding is None else self.embedding(values)
+        for block in self.blocks:
+            values = block(values)
+        return values if self.head is None else self.head(values)
 
 
 def gpt_layers() -> list[nn.Module]:

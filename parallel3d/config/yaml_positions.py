@@ -1,4 +1,7 @@
-"""A YAML file as a tree of values that know their line and column. Nothing in it can run or blow up."""
+"""YAML text as a tree of values that know their line and column, from which errors take their place.
+
+Built from the parser's events: no tag is acted upon, and depth, size and aliases are limited.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,18 @@ from typing import Any
 
 import yaml
 
-from parallel3d.config.errors import ConfigProblems, Place, Problem, dotted, nearest, show, stop_a_flood
-from parallel3d.config.scalars import resolve_scalar
+from parallel3d.config.errors import ConfigProblems, Place, Problem, dotted, nearest, raise_if_too_many, show
+from parallel3d.config.yaml_scalars import resolve_scalar
 
 LARGEST_FILE = 1 << 20
 DEEPEST_NESTING = 32
-# Aliases may repeat what the file says, not multiply it: nine lines can stand for a billion values.
+# Nine lines of nested aliases can stand for a billion values.
 _MOST_ALIASED_VALUES = 10_000
 _CORE_TAG = "tag:yaml.org,2002:"
 _CORE_TYPES = {"str": str, "int": int, "float": float, "bool": bool, "null": type(None)}
 # As YAML 1.2 defines it; tab, line feed, carriage return and U+0085 are the only control characters.
 _UNPRINTABLE = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-# Stands for a value that was refused already, so that nobody complains about it twice.
+# Replaces a value that already has a problem, so that it gets no second one.
 _REFUSED = object()
 _Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -30,13 +33,13 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A value and its place. `value` is a scalar, a `dict[str, Node]` or a `list[Node]`."""
+    """A value with its line and column. `value` is a scalar, a `dict[str, Node]` or a `list[Node]`."""
 
     value: Any
     place: Place
     key_place: Place | None = None
     written: KeyPath | None = None
-    """The path that the user wrote, where that was an alias of ours."""
+    """The path as the user wrote it, if that was an alias (`config.aliases`)."""
 
     def plain(self) -> Any:
         """The value without places."""
@@ -45,7 +48,7 @@ class Node:
         return [child.plain() for child in self.value] if isinstance(self.value, list) else self.value
 
     def copy(self) -> Node:
-        """A tree of its own, so that changing one alias leaves the others alone."""
+        """A deep copy, so that renaming inside one YAML alias does not change the others."""
         if isinstance(self.value, dict):
             return replace(self, value={key: child.copy() for key, child in self.value.items()})
         if isinstance(self.value, list):
@@ -53,12 +56,12 @@ class Node:
         return self
 
     def count(self) -> int:
-        """How many values this tree has."""
+        """Number of values in the tree."""
         children = self.value.values() if isinstance(self.value, dict) else self.value
         return 1 + sum(child.count() for child in children) if isinstance(self.value, (dict, list)) else 1
 
     def as_written(self, path: KeyPath) -> KeyPath:
-        """That path in the user's own spelling."""
+        """The path in the user's spelling."""
         spelled: KeyPath = ()
         for length, part in enumerate(path, 1):
             node = self.find(path[:length])
@@ -66,7 +69,7 @@ class Node:
         return spelled
 
     def find(self, path: KeyPath) -> Node | None:
-        """The value at that path, if the tree has one."""
+        """The node at that path, or None."""
         node: Node | None = self
         for part in path:
             children = node.value if node is not None else None
@@ -78,9 +81,21 @@ class Node:
                 return None
         return node
 
+    def place_of(self, path: KeyPath) -> Place:
+        """Where the value at that path was given, or the nearest thing around it."""
+        while (node := self.find(path)) is None:
+            path = path[:-1]
+        return node.place
+
+    def key_place_of(self, path: KeyPath) -> Place:
+        """Where the key at that path, which the tree has, was given."""
+        node = self.find(path)
+        assert node is not None, f"{dotted(path)} is not in the tree"
+        return node.key_place or node.place
+
 
 def read_text(path: Path, source: str) -> str:
-    """The file's text, or one problem that says why there is none."""
+    """The file's text. Raises ConfigProblems where it cannot be read."""
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST_FILE + 1)
@@ -112,15 +127,15 @@ def _similar_file(path: Path) -> str:
 
 
 def parse_yaml(text: str, source: str, *, located: bool = True) -> tuple[Node, list[Problem]]:
-    """The text's tree and what is wrong inside it; raises where nothing sensible follows a mistake.
+    """The text's tree, and problems that leave the rest readable; raises ConfigProblems after any other.
 
-    With `located=False` the source is an override, whose values have no line of their own.
+    located: whether places have line and column; False for an override, whose name is its place.
     """
     return _TreeBuilder(text, source, located).document()
 
 
 class _TreeBuilder:
-    """Builds the tree from the parser's events, so that no tag is ever acted upon."""
+    """Builds the tree from the parser's events."""
 
     def __init__(self, text: str, source: str, located: bool) -> None:
         self.text, self.source, self.located = text, source, located
@@ -140,7 +155,7 @@ class _TreeBuilder:
             return self.only_document(), self.problems
         except yaml.MarkedYAMLError as error:
             said = f"{error.context}: {error.problem}" if error.context else f"{error.problem}"
-            place = self.mark(error.problem_mark or error.context_mark)
+            place = self.place_of_mark(error.problem_mark or error.context_mark)
         except (yaml.YAMLError, ValueError) as error:
             said, place = str(error).splitlines()[0], self.place(1, 1)
         raise self.stop(place, (), f"not valid YAML: {said}.", "Check indentation, brackets and quotes near here.")
@@ -150,14 +165,14 @@ class _TreeBuilder:
         seen = False
         for event in self.events:
             if isinstance(event, yaml.DocumentStartEvent) and seen:
-                place = self.mark(event.start_mark)
+                place = self.place_of_mark(event.start_mark)
                 raise self.stop(place, (), "a second YAML document begins.", "Keep one document in a file.")
             if isinstance(event, yaml.NodeEvent):
                 root, seen = self.node(event, ()), True
         return replace(root, value=None) if root.value is _REFUSED else root
 
     def node(self, event: Any, path: KeyPath) -> Node:
-        place = self.mark(event.start_mark)
+        place = self.place_of_mark(event.start_mark)
         if isinstance(event, yaml.AliasEvent):
             return self.alias(str(event.anchor), place, path)
         if len(path) > DEEPEST_NESTING:
@@ -180,7 +195,7 @@ class _TreeBuilder:
         was_empty = True
         while not isinstance(event := next(self.events), yaml.MappingEndEvent):
             was_empty = False
-            place = self.mark(event.start_mark)
+            place = self.place_of_mark(event.start_mark)
             key_node = self.node(event, (*path, "?"))
             key = key_node.value
             here = (*path, key if isinstance(key, str) else show(key_node.plain()))
@@ -189,14 +204,14 @@ class _TreeBuilder:
                 if key is not _REFUSED:
                     example = "" if isinstance(key, (dict, list)) else f': "{show(key)}"'
                     self.refuse(place, here, "a key must be text.", f"Put it in quotes{example}.")
-            elif key == "<<" and getattr(event, "implicit", (True,))[0]:  # in quotes it is text like any other
+            elif key == "<<" and getattr(event, "implicit", (True,))[0]:  # in quotes it is plain text
                 self.refuse(place, here, "merge keys are not read.", "Write the keys out.")
             elif key in seen:
                 self.refuse(place, here, f"given twice, first at {seen[key]}.", "Remove one of the two.")
             else:
                 seen[key] = place
                 children |= {} if child.value is _REFUSED else {key: child}
-        return children if children or was_empty else _REFUSED  # and not empty, which would be refused once more
+        return children if children or was_empty else _REFUSED  # an empty one would be a second problem
 
     def sequence(self, path: KeyPath) -> list[Node] | object:
         children: list[Node] = []
@@ -221,7 +236,7 @@ class _TreeBuilder:
         return replace(target.copy(), place=place)
 
     def tagged(self, event: Any, value: Any, place: Place, path: KeyPath) -> Any:
-        """The value, once its explicit tag (if any) is one of YAML's own and fits."""
+        """The value, if it has no tag, or one of YAML's own that fits."""
         if event.tag is None or value is _REFUSED:
             return value
         name = event.tag.removeprefix(_CORE_TAG)
@@ -242,13 +257,13 @@ class _TreeBuilder:
 
     def refuse(self, place: Place, path: KeyPath, message: str, remedy: str) -> None:
         self.problems.append(Problem(place, dotted(path), None, message, remedy))
-        stop_a_flood(self.problems, self.source)
+        raise_if_too_many(self.problems, self.source)
 
     def stop(self, place: Place, path: KeyPath, message: str, remedy: str) -> ConfigProblems:
         self.refuse(place, path, message, remedy)
         return ConfigProblems(self.problems)
 
-    def mark(self, mark: Any) -> Place:
+    def place_of_mark(self, mark: Any) -> Place:
         return self.place(mark.line + 1, mark.column + 1)
 
     def place(self, line: int, column: int) -> Place:

@@ -1,4 +1,4 @@
-"""What a plain YAML word means, in both directions: YAML 1.2's core rules, so that `3e-4` is a number.
+"""Unquoted YAML words to values, and values to YAML text, by YAML 1.2's core rules: `3e-4` is a number.
 
 PyYAML follows YAML 1.1, where `3e-4` is text, `1:30` is 90 and `no` is false.
 """
@@ -12,7 +12,7 @@ import yaml
 
 Scalar = str | int | float | bool | None
 
-# Python refuses to convert much longer numbers, and no key needs them.
+# Python rejects much longer numbers, and no key needs them.
 _LONGEST_NUMBER = 64
 _NULL = frozenset(("", "~", "null", "Null", "NULL"))
 _BOOLEANS = {word: word.lower() == "true" for word in ("true", "True", "TRUE", "false", "False", "FALSE")}
@@ -40,7 +40,7 @@ def resolve_scalar(text: str) -> Scalar:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text that either YAML version would read as something else."""
+    """Quotes every text that YAML 1.1 or 1.2 would read as something else."""
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> Any:
         theirs = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
@@ -53,7 +53,7 @@ class _Dumper(yaml.SafeDumper):
         return f"tag:yaml.org,2002:{name}"
 
     def ignore_aliases(self, data: Any) -> bool:
-        """No anchors: a list that happens to appear twice is written twice."""
+        """Write a list that appears twice twice, without anchors."""
         return True
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
@@ -69,5 +69,5 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def dump(values: Any) -> str:
-    """YAML text that ``config.file`` reads back to equal values."""
+    """YAML text that `yaml_positions` reads back to equal values."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None)
