@@ -19,7 +19,6 @@ import torch
 
 from monitoring.events.events import NO_MICROBATCH, What
 from monitoring.events.recorder import Recorder
-from parallel3d.gradients.reducer import farewell
 from parallel3d.pipeline.schedules.actions import Action, Kind, receive_of, send_of
 from parallel3d.pipeline.schedules.table import Table
 from parallel3d.pipeline.simulation import ScheduleDeadlock, find_deadlock
@@ -27,7 +26,7 @@ from parallel3d.pipeline.simulation.measured import Measured
 from parallel3d.pipeline.stage import Loss, Stage
 from parallel3d.rank_mesh import Mesh
 from process_groups.shared_memory.pipes import Message, Pipe
-from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, InvalidCall, name_rank
+from runtime.errors import DeadlineExceeded, GroupClosed, InvalidCall, name_rank
 
 _OF_BACKWARDS = frozenset((Kind.B, Kind.I, Kind.W, Kind.SEND_B, Kind.RECV_B, Kind.REDUCE_GRAD))
 _COMPUTES = frozenset((Kind.F, Kind.B, Kind.I, Kind.W))
@@ -187,7 +186,7 @@ class Executor:
             if finish and self._gradients is not None:
                 await self._gradients.finish()
         except BaseException as error:
-            self._mesh.abort(error if isinstance(error, CommunicationError) else farewell(self._mesh, error))
+            self._mesh.fail(error)
             seconds = self._group.timeout
             computing.add_done_callback(_seen)
             try:

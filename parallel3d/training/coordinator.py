@@ -18,7 +18,6 @@ from monitoring.events.recorder import Recorder
 from parallel3d.config import RunConfig
 from parallel3d.data import Batch, Batches, Dataset, Sampler, make_dataset
 from parallel3d.data.queue_depths import QueueDepths
-from parallel3d.gradients.reducer import farewell
 from parallel3d.models.losses import per_one
 from parallel3d.optim.lr_schedule import learning_rate
 from parallel3d.optim.optimizer import Optimizer, Taken
@@ -35,7 +34,7 @@ from parallel3d.training.rank_part import assemble, measure_cut
 from parallel3d.training.rank_setup import loss_of, seed_dropout, sync_of
 from parallel3d.training.step_events import Span, StepEvents, StepMoments
 from process_groups.shared_memory.engine_collectives import Outcome
-from runtime.errors import CommunicationError, InvalidCall, NonFiniteGradient, PeerRefused, name_rank
+from runtime.errors import InvalidCall, NonFiniteGradient, PeerRefused, name_rank
 from runtime.log_context import bind_step
 
 
@@ -346,7 +345,7 @@ class Coordinator:
         except NonFiniteGradient:
             raise
         except BaseException as error:
-            self.mesh.abort(error if isinstance(error, CommunicationError) else farewell(self.mesh, error))
+            self.mesh.fail(error)
             self._sync.cancel(error)
             raise
 
