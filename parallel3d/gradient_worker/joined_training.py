@@ -21,7 +21,8 @@ from parallel3d.models.losses import per_one
 from parallel3d.optim.lr_schedule import learning_rate
 from parallel3d.optim.optimizer import Optimizer
 from parallel3d.optim.state import OptimizerState
-from parallel3d.pipeline.executor import Begun, Executor
+from parallel3d.pipeline.executor import Executor
+from parallel3d.pipeline.pipeline_pass import PipelinePass
 from parallel3d.pipeline.schedules.build import build
 from parallel3d.pipeline.schedules.gpipe import gpipe_of_stages
 from parallel3d.pipeline.schedules.table import Table
@@ -128,20 +129,21 @@ class JoinedTraining:
         """The share's loss, for the server to tell. Gradients are of the sum of losses, by the share's samples."""
         inputs, targets = self._to_device(await self._batches.of(share))
         known, num = self._loss.count(targets), min(self.config.pipeline.microbatches, len(share))
-        begun = self._executor(num).begin(_cut(inputs, num), _cut(targets, num), [1.0 / len(share)] * num)
-        await self._carry_out(begun)
+        executor = self._executor(num)
+        begun = executor.begin(_cut(inputs, num), _cut(targets, num), [1.0 / len(share)] * num)
+        await self._finish(executor, begun)
         counted = self._loss.counted() if known is None else known
         found = [begun.loss * len(share), counted, targets.numel()]
         self._numbers.copy_(torch.tensor(found, dtype=torch.float64) / len(share))
         return begun.loss * len(share) * per_one(counted)
 
-    async def _carry_out(self, begun: Begun) -> None:
-        """Microbatches add to gradients one after the other; a single one's are sent while the rest is computed."""
+    async def _finish(self, executor: Executor, begun: PipelinePass) -> None:
+        """Gradients of a single microbatch are sent while the rest is computed; several add to each other first."""
         if self.config.pipeline.microbatches > 1:
-            await begun.finish()
+            await executor.finish(begun)
             return
         with self.worker.overlap():
-            await begun.finish()
+            await executor.finish(begun)
 
     def _compute_nothing(self) -> float:
         """There are fewer samples than workers."""

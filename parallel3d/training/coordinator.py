@@ -21,7 +21,8 @@ from parallel3d.data.queue_depths import QueueDepths
 from parallel3d.models.losses import per_one
 from parallel3d.optim.lr_schedule import learning_rate
 from parallel3d.optim.optimizer import Optimizer, Taken
-from parallel3d.pipeline.executor import Begun, Executor
+from parallel3d.pipeline.executor import Executor
+from parallel3d.pipeline.pipeline_pass import PipelinePass
 from parallel3d.pipeline.schedules.gpipe import gpipe_of_stages
 from parallel3d.pipeline.schedules.table import Table
 from parallel3d.pipeline.simulation.measured import Measured
@@ -103,7 +104,7 @@ class Coordinator:
             self._loss,
             gradients=None if not table.has_backwards else self._sync,
             autocast=torch.bfloat16 if self.config.train.precision == "bfloat16" else None,
-            waited=self._tensor_waits,
+            collective_seconds=self._tensor_waits,
             recorder=recorder,
         )
 
@@ -188,7 +189,7 @@ class Coordinator:
         under_way = await self._start(self._executor, batch)
         rate = self.learning_rate
         async with self._closing_on_failure():
-            await under_way.begun.finish()
+            await under_way.executor.finish(under_way.begun)
             under_way.reduced = time.monotonic()
             taken = await self._optimizer.take(rate, self._told(under_way), under_way.scale)
         step = self._made(under_way, taken, rate, start)
@@ -245,7 +246,7 @@ class Coordinator:
         try:
             under_way = await self._start(self._evaluator, batch)
             async with self._closing_on_failure():
-                await under_way.begun.finish()
+                await under_way.executor.finish(under_way.begun)
                 return await self._settle_loss(under_way)
         finally:
             for module, was_training in modes:
@@ -256,7 +257,7 @@ class Coordinator:
         self._refuse_before_update("forward_pass")
         under_way = await self._start(self._executor_apart, batch)
         async with self._closing_on_failure():
-            await under_way.begun.forward()
+            await under_way.executor.forward(under_way.begun)
             came = time.monotonic()
             loss = await self._settle_loss(under_way)
             if self.recorder is not None:  # ranks wait for the last stage here
@@ -269,7 +270,7 @@ class Coordinator:
         if self._begun is None:
             raise InvalidCall("backward_pass: call forward_pass before it.")
         under_way, self._begun = self._begun, None
-        await under_way.begun.finish()
+        await under_way.executor.finish(under_way.begun)
         under_way.reduced = time.monotonic()
         self._reduced = under_way
 
@@ -335,7 +336,7 @@ class Coordinator:
         num = executor.table.microbatches
         parts = _cut(inputs, num), _cut(targets, num)
         begun = executor.begin(*parts, [weight] * num)
-        return _Pass(begun, int(num_targets), opened, counts_later=known is None)
+        return _Pass(executor, begun, int(num_targets), opened, counts_later=known is None)
 
     @contextlib.asynccontextmanager
     async def _closing_on_failure(self) -> AsyncGenerator[None, None]:
@@ -406,8 +407,11 @@ class Coordinator:
 class _Pass:
     """A batch on its way."""
 
-    def __init__(self, begun: Begun, num_targets: int, opened: Span | None, *, counts_later: bool) -> None:
-        self.begun, self.num_targets, self._counts_later = begun, num_targets, counts_later
+    def __init__(
+        self, executor: Executor, begun: PipelinePass, num_targets: int, opened: Span | None, *, counts_later: bool
+    ) -> None:
+        self.executor, self.begun, self.num_targets = executor, begun, num_targets
+        self._counts_later = counts_later
         self.final_scale = 1.0
         self.opened = opened
         """When replicas told each other how much their batches count."""

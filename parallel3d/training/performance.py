@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from monitoring.analysis.totals import WARM_UP
 from monitoring.events.time_parts import MEANINGS, NO_TIME, TimeParts, mean_of
-from parallel3d.pipeline.executor import Timed
+from parallel3d.pipeline.pipeline_pass import TimedAction
 from parallel3d.pipeline.schedules.actions import Kind
 
 _LATEST = 1000  # steps that performance is about
@@ -41,7 +41,7 @@ class TrainStep:
     """Without `meet_seconds`."""
     tensor_seconds: float
     """How long this rank waited for its tensor-parallel peers."""
-    actions: tuple[Timed, ...]
+    actions: tuple[TimedAction, ...]
     """This rank's, in order."""
     meet_seconds: float = 0.0
     """How long this rank waited for all others' share of the norm."""
@@ -103,7 +103,7 @@ class TrainStep:
         return TimeParts.of({**known, "other": seconds - sum(known.values())})
 
 
-def core_wait(actions: Sequence[Timed]) -> float:
+def core_wait(actions: Sequence[TimedAction]) -> float:
     """How long computing waited for a core, where the processor computes."""
     computed = [each for each in actions if each.action.is_compute]
     return sum(max(0.0, each.end - each.start - each.waited - each.cpu) for each in computed)

@@ -60,7 +60,7 @@ MESHES = [
 @pytest.mark.parametrize("at_once", [1, 5, 1024])
 @pytest.mark.parametrize(("mesh", "schedule"), MESHES)
 async def test_every_action_leaves_one_event_and_steps_adjoin(mesh, schedule, at_once, monkeypatch):
-    monkeypatch.setattr("parallel3d.pipeline.executor._RECORDS_AT_ONCE", at_once)
+    monkeypatch.setattr("parallel3d.pipeline.pipeline_pass._RECORD_BATCH", at_once)
     assert schedule in TWO_STAGES_A_RANK or schedule in ("1f1b", "zero-bubble", "gpipe")
     for events, coordinator in await on_mesh(settings(*mesh, schedule)):
         column = coordinator._executor.table.columns[coordinator.mesh.pp.rank]
