@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from parallel3d.gradients.deferred import adds_by_hand
-from parallel3d.tensor.sharded import cut_of, needs_tp_sum
+from parallel3d.gradients.finalize import needs_tp_sum
+from parallel3d.tensor.sharded import cut_of
 from runtime.errors import InvalidCall
 
 Judge = Callable[[Any], bool]

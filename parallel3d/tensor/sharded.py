@@ -41,17 +41,6 @@ def cut_of(parameter: torch.Tensor) -> Cut | None:
     return cut
 
 
-def needs_tp_sum(parameter: torch.Tensor) -> bool:
-    """Whether this rank's gradient is but a part, so that the tensor-parallel ranks' have to be added up: of a
-    parameter that all of them have, but use for their slice of the sequence only."""
-    return bool(getattr(parameter, "needs_tp_sum", False))
-
-
-def mark_for_sum(parameter: torch.Tensor) -> None:
-    """From now on `needs_tp_sum`."""
-    parameter.needs_tp_sum = True  # type: ignore[attr-defined]
-
-
 class Sharded(nn.Module):
     """Has parts of another module's parameters, under the same names."""
 

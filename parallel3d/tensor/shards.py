@@ -13,10 +13,11 @@ from torch import nn
 
 from parallel3d.config.errors import problem_of_key
 from parallel3d.config.findings import near_divisors
+from parallel3d.gradients.finalize import mark_for_sum
 from parallel3d.models.layered import LayeredModel
 from parallel3d.tensor.layers import ColumnLinear, Partners, RowLinear, join_sequence, split_sequence
 from parallel3d.tensor.plan import KEY, TensorPlan, cut_dim, is_inside
-from parallel3d.tensor.sharded import Cut, Sharded, mark_for_sum
+from parallel3d.tensor.sharded import Cut, Sharded
 from parallel3d.tensor.vocabulary import VocabEmbedding, VocabHead
 from process_groups.shared_memory.engine_collectives import TensorExchange
 from runtime.errors import InvalidCall

@@ -12,23 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from parallel3d.gradients.deferred import add_at_rows, anchor, later, lean_apply
+from parallel3d.models.losses import IGNORED
 from parallel3d.tensor.layers import ColumnLinear, Partners, look_inside
 from parallel3d.tensor.sharded import Cut, Sharded
 from process_groups.shared_memory.engine_collectives import Outcome, TensorExchange
 from runtime.errors import InvalidCall
-
-IGNORED = -100
-"""A target that does not count."""
-
-
-def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The sum over the targets that are not ignored. The last dimension of the logits is the vocabulary."""
-    return functional.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=IGNORED, reduction="sum"
-    )
 
 
 def vocab_cross_entropy(

@@ -35,7 +35,7 @@ def loss_of(config: RunConfig, part: RankPart) -> StepLoss:
 
 def sync_of(config: RunConfig, part: RankPart, rank_mesh: Mesh, recorder: Recorder | None = None) -> GradientSync:
     """For this rank's stages, in the order in which their gradients are there."""
-    late = LateGradients(part, rank_mesh, recorder)
+    late = LateGradients(part.names, part.owners, rank_mesh, recorder)
     column = part.blueprint.table.with_communication().columns[rank_mesh.pp.rank]
     sync = GradientSync(
         rank_mesh,

@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from parallel3d.gradients.deferred import split_weight_gradients
+from parallel3d.gradients.finalize import needs_tp_sum
 from parallel3d.models.build import reset_parameters
 from parallel3d.models.layered import LayeredModel
+from parallel3d.models.losses import cross_entropy_sum
 from parallel3d.tensor.layers import Partners
-from parallel3d.tensor.sharded import cut_of, needs_tp_sum
+from parallel3d.tensor.sharded import cut_of
 from parallel3d.tensor.shards import Shards, apply_shards, plan_shards
-from parallel3d.tensor.vocabulary import cross_entropy_sum, gather_logits, vocab_cross_entropy
+from parallel3d.tensor.vocabulary import gather_logits, vocab_cross_entropy
 from process_groups.shared_memory.engine_collectives import TensorExchange
 
 WIDTH, HEAD, VOCABULARY = 12, 4, 17

@@ -11,8 +11,9 @@ from torch import nn
 
 import parallel3d
 from parallel3d.gradients.deferred import collecting
+from parallel3d.gradients.finalize import needs_tp_sum
 from parallel3d.tensor.layers import ColumnLinear, Partners, RowLinear
-from parallel3d.tensor.sharded import Cut, cut_of, needs_tp_sum
+from parallel3d.tensor.sharded import Cut, cut_of
 from runtime.errors import InvalidCall
 from tests.support.tensor_models import (
     WIDTH,

@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from parallel3d.config.sections import GptArgs, LlamaArgs
+from parallel3d.gradients.finalize import needs_tp_sum
 from parallel3d.models.build import reset_parameters
 from parallel3d.models.gpt import build_gpt
 from parallel3d.models.layered import LayeredModel
 from parallel3d.models.llama import build_llama
 from parallel3d.models.materialize import materialize
 from parallel3d.tensor.layers import ColumnLinear, RowLinear
-from parallel3d.tensor.sharded import Cut, Sharded, cut_of, needs_tp_sum
+from parallel3d.tensor.sharded import Cut, Sharded, cut_of
 from parallel3d.tensor.shards import Shards, apply_shards, plan_shards
 from parallel3d.tensor.vocabulary import VocabEmbedding, VocabHead
 from runtime.errors import ConfigError, InvalidCall

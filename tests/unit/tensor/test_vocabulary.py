@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from parallel3d.models.losses import cross_entropy_sum
 from parallel3d.tensor.layers import ColumnLinear, Partners
 from parallel3d.tensor.sharded import Cut
 from parallel3d.tensor.vocabulary import (
     VocabEmbedding,
     VocabHead,
-    cross_entropy_sum,
     gather_logits,
     vocab_cross_entropy,
 )
