@@ -7,7 +7,7 @@ import json
 import torch
 
 from parallel3d.rank_mesh import Mesh
-from parallel3d.tensor.sharded import Cut, cut_of
+from parallel3d.tensor.layers import ShardSlice, shard_slice_of
 from parallel3d.training.rank_part import RankPart
 from process_groups.group import Group
 
@@ -19,7 +19,7 @@ async def gather_weights(part: RankPart, mesh: Mesh) -> dict[str, torch.Tensor] 
     mine = {}
     for parameter, name in part.names.items():
         weights = parameter.detach()
-        cut = cut_of(parameter)
+        cut = shard_slice_of(parameter)
         whole = weights if cut is None else await _joined(weights, cut, mesh.tp)
         if part.first_owner(name) == mesh.pp.rank:
             mine[name] = whole.clone()
@@ -33,9 +33,9 @@ async def gather_weights(part: RankPart, mesh: Mesh) -> dict[str, torch.Tensor] 
     return {name: mine[name] for name, _ in part.blueprint.model.whole.named_parameters()}
 
 
-async def _joined(weights: torch.Tensor, cut: Cut, tp: Group) -> torch.Tensor:
+async def _joined(weights: torch.Tensor, cut: ShardSlice, tp: Group) -> torch.Tensor:
     """From all tensor-parallel ranks. Parts may be of different sizes, so each travels in room for the largest."""
-    sizes = [Cut.of_rank(cut.dim, cut.whole_size, rank, tp.size).size for rank in range(tp.size)]
+    sizes = [ShardSlice.of_rank(cut.dim, cut.whole_size, rank, tp.size).size for rank in range(tp.size)]
     first = weights.movedim(cut.dim, 0)
     padded = first.new_zeros((1, max(sizes), *first.shape[1:]))
     padded[0, : len(first)] = first

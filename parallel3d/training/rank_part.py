@@ -15,8 +15,8 @@ from parallel3d.models.materialize import materialize
 from parallel3d.pipeline.stage import Stage
 from parallel3d.planning.blueprint import Blueprint, table_of
 from parallel3d.rank_mesh import Mesh
-from parallel3d.tensor.layers import Partners
-from parallel3d.tensor.sharded import cut_of
+from parallel3d.tensor.layers import shard_slice_of
+from parallel3d.tensor.mappings import TPContext
 from parallel3d.tensor.shards import apply_shards
 from process_groups.shared_memory.engine_collectives import TensorExchange
 
@@ -34,7 +34,7 @@ class RankPart:
     """Of its parameters, each once: the path in the whole model."""
     owners: dict[str, tuple[int, ...]]
     """Of parameters that several pipeline ranks have, which have to stay the same: those ranks."""
-    partners: Partners | None
+    partners: TPContext | None
     """What its cut modules have in common; None where nothing is cut."""
     tp_rank: int
     pp_rank: int
@@ -55,7 +55,7 @@ class RankPart:
 
     def counts_in_norm(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter belongs to this rank when each shall count once in its replica."""
-        is_only_one = self.tp_rank == 0 or cut_of(parameter) is not None
+        is_only_one = self.tp_rank == 0 or shard_slice_of(parameter) is not None
         return is_only_one and self.first_owner(self.names[parameter]) == self.pp_rank
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from monitoring.events.recorder import Recorder
 from parallel3d.config import RunConfig
@@ -14,8 +13,9 @@ from parallel3d.models.losses import OwnLoss, StepLoss, make_loss
 from parallel3d.pipeline.schedules.actions import Kind
 from parallel3d.rank_mesh import Mesh
 from parallel3d.seeding import OwnNumbers, RankNumbers, seed_from_now_on, seed_of
-from parallel3d.tensor.layers import is_cut
+from parallel3d.tensor.layers import is_column_sharded
 from parallel3d.tensor.vocabulary import gather_logits, vocab_cross_entropy
+from parallel3d.torch_internals import DropoutNd
 from parallel3d.training.rank_part import RankPart
 
 _NEVER_DRAW = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.ModuleList, nn.Sequential)
@@ -23,7 +23,7 @@ _NEVER_DRAW = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Identity, n
 
 def loss_of(config: RunConfig, part: RankPart) -> StepLoss:
     """The configured one, for logits that may be cut over the tensor-parallel ranks."""
-    cut, partners = part.blueprint.shards.logits_cut(part.tp_rank), part.partners
+    cut, partners = part.blueprint.shards.logits_slice(part.tp_rank), part.partners
     if cut is None or partners is None:
         return make_loss(config.model.loss)
 
@@ -46,7 +46,7 @@ def sync_of(config: RunConfig, part: RankPart, rank_mesh: Mesh, recorder: Record
         late=late.parameters,
         settle_late=late.settle,
     )
-    late.pieces = sync.flat_late(late.of_sequences)
+    late.flat_grads = sync.flat_late(late.sequence_parallel)
     return sync
 
 
@@ -64,7 +64,7 @@ def _may_draw(part: RankPart, loss: StepLoss) -> bool:
     modules = (module for stage in part.stages.values() for module in stage.module.modules())
     return isinstance(loss, OwnLoss) or any(
         module.p > 0
-        if isinstance(module, _DropoutNd)
+        if isinstance(module, DropoutNd)
         else type(module) not in _NEVER_DRAW and not type(module).__module__.startswith("parallel3d.")
         for module in modules
     )
@@ -95,8 +95,8 @@ def _drop_apart_in_cut_features(part: RankPart, rank_mesh: Mesh) -> None:
     the whole values that these may drop as well."""
     if part.partners is None:
         return
-    numbers = RankNumbers(part.tp_rank, rank_mesh.world.device, is_cut)
+    numbers = RankNumbers(part.tp_rank, rank_mesh.world.device, is_column_sharded)
     for stage in part.stages.values():
         for module in stage.module.modules():
-            if isinstance(module, _DropoutNd) and module.p > 0:
+            if isinstance(module, DropoutNd) and module.p > 0:
                 numbers.give_to(module)
