@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from parallel3d.gradients.deferred import is_split, later
+from parallel3d.gradients.deferred import defer_weight_grad, is_split
 
 WIDTH, HEADS, VOCABULARY, LAYERS = 256, 4, 1024, 4
 TENSOR_PLAN = {
@@ -44,7 +44,7 @@ class _Sleep(torch.autograd.Function):
         with stage.timing(stage.backwards):
             if is_split():
                 time.sleep(stage.backward_seconds / 2)
-                later(weight_part)
+                defer_weight_grad(weight_part)
             else:
                 time.sleep(stage.backward_seconds)
                 if weight.grad is None:

@@ -12,8 +12,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
+from parallel3d.torch_internals import TorchDispatchMode, operator_schema, pop_mode, push_mode
 from runtime.errors import InvalidCall
 
 _LARGEST_SEED = 2**63 - 1
@@ -43,11 +43,11 @@ class OwnDraws(TorchDispatchMode):
     # Not by the ways of TorchDispatchMode: those keep notes for the whole process, as if only one thread had modes.
     def __enter__(self) -> Self:
         _here.draws = self
-        _push_mode(self)
+        push_mode(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        _pop_mode()
+        pop_mode()
         _here.draws = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,7 +76,7 @@ class OwnDraws(TorchDispatchMode):
 def _takes_generator(operator: Any) -> bool | None:
     if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
         return None
-    return any(each.name == "generator" for each in operator._schema.arguments)
+    return any(each.name == "generator" for each in operator_schema(operator).arguments)
 
 
 class _Usual:

@@ -1,12 +1,11 @@
-"""Gradient buckets: parameters that are reduced as one, and where they and their gradients lie.
+"""Gradient buckets: parameters that are reduced in one collective, and the memory of their weights and gradients.
 
-Where there are several replicas, a bucket's gradients are flat memory. Cut for two of them (|):
+With several replicas, a bucket's weights and gradients are flat tensors. Sharded over two replicas (|):
 
     up.weight .. down.weight ... | up.bias . norm.weight . norm.bias .......
 
-Matrices come first, then vectors, each on a cache line of its own. What lies between and at the end is zero, and stays
-zero whatever is added up or updated. A single replica's gradients lie wherever they were made: that memory was used a
-moment ago, and is still in the cache.
+Matrices come first, then vectors, each aligned to a cache line. The padding is zero, and stays zero through sums and
+updates. With a single replica, gradients stay where they were computed: that memory is still in the cache.
 """
 
 from __future__ import annotations
@@ -17,12 +16,13 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import nn
 
+from parallel3d.torch_internals import foreach_copy_, foreach_zero_
 from runtime.errors import InvalidCall
 
 _LINE = 64  # bytes of a cache line
 SLICE = 64
-"""Elements: a replica's slice is a multiple of it, so that a vectorised loop leaves no rest, which it would round in
-another way, and a slice's values don't depend on where it was cut."""
+"""Elements: a replica's slice is a multiple of it. A vectorised loop then has no remainder, which it would round in
+another way, and values don't depend on where a slice begins."""
 
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
 Counts = Callable[[nn.Parameter], bool]
@@ -30,7 +30,7 @@ T = TypeVar("T", bound=torch.Tensor)
 
 
 class Part(NamedTuple):
-    """Elements `start` to `stop` of a parameter, flattened, which begin at `offset` of a piece."""
+    """Elements `start` to `stop` of a flattened parameter, at `offset` of a piece of a bucket."""
 
     parameter: nn.Parameter
     start: int
@@ -39,33 +39,33 @@ class Part(NamedTuple):
 
 
 class Bucket(Protocol):
-    """What the optimizer needs to know of one. A slice is that of a replica; None means all of it."""
+    """What the reducer and the optimizer need of a bucket. `index` is that of a replica's slice; None: all of it."""
 
     stage: int | None
-    """The one that is done last with it; None for what is reduced after all stages."""
+    """The last stage that adds to it; None for a bucket that is reduced after all stages."""
     parameters: Sequence[nn.Parameter]
     dtype: torch.dtype
-    strays: Sequence[torch.Tensor]
-    """Gradients as they were on this rank, where they lie elsewhere than the sums."""
+    local_grads: Sequence[torch.Tensor]
+    """Gradients of this rank alone that were copied into the bucket, until they are released."""
 
-    def bring_home(self) -> None:
-        """Have all gradients where they belong. One that there is none of counts as zero."""
+    def copy_into_bucket(self) -> None:
+        """Copy gradients that autograd made elsewhere. A missing gradient counts as zero."""
 
     def weights(self, index: int | None) -> list[torch.Tensor]:
-        """A slice, in pieces."""
+        """A slice of the weights, in pieces."""
 
     def gradients(self, index: int | None) -> list[torch.Tensor]:
-        """The same of the gradients, once they are home."""
+        """A slice of the gradients, in pieces; after `copy_into_bucket`."""
 
     def parts(self, index: int | None) -> list[list[Part]]:
-        """What lies in each piece."""
+        """The parameters in each piece."""
 
     def counted(self, index: int, counts: Counts) -> Callable[[], list[torch.Tensor]]:
-        """Gives the gradients in a slice that are counted, once they are home."""
+        """A function that gives the gradients of a slice that count in the norm; call it after `copy_into_bucket`."""
 
 
 class FlatBucket:
-    """A Bucket whose parameters lie in `flat_weights`, and have a home in `flat_gradients`."""
+    """A Bucket whose parameters are views of `flat_weights`, and whose main grads are views of `flat_gradients`."""
 
     def __init__(
         self,
@@ -77,45 +77,45 @@ class FlatBucket:
     ) -> None:
         self.stage, self.parameters, self.dtype, self._num_slices = stage, parameters, parameters[0].dtype, num_slices
         self.starts, numel = _lay_out(parameters, num_slices)
-        """Of each parameter, in elements."""
+        """The first element of each parameter."""
         self.flat_weights = new_weights(numel, self.dtype).zero_()
         self.flat_gradients = new_gradients(numel, self.dtype).zero_()
-        self._homes = [self._move_in(*each) for each in zip(parameters, self.starts, strict=True)]
-        self.strays: Sequence[torch.Tensor] = ()
+        self._main_grads = [self._move_in(*each) for each in zip(parameters, self.starts, strict=True)]
+        self.local_grads: Sequence[torch.Tensor] = ()
 
     @torch.no_grad()
     def _move_in(self, parameter: nn.Parameter, start: int) -> torch.Tensor:
         stop = start + parameter.numel()
         parameter.data = self.flat_weights[start:stop].view(parameter.shape).copy_(parameter)
         parameter.grad = None
-        # Through .data, each has a version of its own: it tells whether this gradient was changed, not any.
-        home = self.flat_gradients.data[start:stop].view(parameter.shape)
-        parameter.gradient_home, parameter.on_gradient = home, None  # type: ignore[attr-defined]
-        return home
+        # A view of .data has a version of its own, which changes only when this gradient is written.
+        main_grad = self.flat_gradients.data[start:stop].view(parameter.shape)
+        parameter.main_grad, parameter.on_gradient = main_grad, None  # type: ignore[attr-defined]
+        return main_grad
 
-    def bring_home(self) -> None:
+    def copy_into_bucket(self) -> None:
         missing: list[torch.Tensor] = []
-        homes: list[torch.Tensor] = []
-        strays: list[torch.Tensor] = []
-        for parameter, home in zip(self.parameters, self._homes, strict=True):
+        targets: list[torch.Tensor] = []
+        local_grads: list[torch.Tensor] = []
+        for parameter, main_grad in zip(self.parameters, self._main_grads, strict=True):
             gradient = parameter.grad
-            if gradient is home:
+            if gradient is main_grad:
                 continue
             if gradient is None:
-                missing.append(home)
+                missing.append(main_grad)
             else:
-                strays.append(_dense(gradient))
-                homes.append(home)
-            parameter.grad = home
+                local_grads.append(_dense(gradient))
+                targets.append(main_grad)
+            parameter.grad = main_grad
         with torch.no_grad():
-            if homes:
-                torch._foreach_copy_(homes, strays)
+            if targets:
+                foreach_copy_(targets, local_grads)
             if missing:
-                torch._foreach_zero_(missing)
-        self.strays = strays
+                foreach_zero_(missing)
+        self.local_grads = local_grads
 
     def bounds(self, index: int | None) -> tuple[int, int]:
-        """Where a slice begins and ends."""
+        """The first element of a slice, and the one after its last."""
         size = self.flat_weights.numel() // self._num_slices
         return (0, self.flat_weights.numel()) if index is None else (index * size, (index + 1) * size)
 
@@ -136,7 +136,7 @@ class FlatBucket:
         return [found]
 
     def ranges(self, wanted: Counts, bounds: tuple[int, int]) -> list[tuple[int, int]]:
-        """Where these parameters lie; neighbours, between which there is nothing, are one."""
+        """The elements of these parameters inside the bounds; neighbours are one range, with the padding in between."""
         found: list[tuple[int, int]] = []
         follows = False
         for parameter, start in zip(self.parameters, self.starts, strict=True):
@@ -153,17 +153,17 @@ class FlatBucket:
 
 
 class LooseBucket:
-    """A Bucket of a single replica: a piece for each parameter."""
+    """A Bucket of a single replica: each parameter is a piece."""
 
     def __init__(self, stage: int, parameters: Sequence[nn.Parameter]) -> None:
         self.stage: int | None = stage
         self.parameters, self.dtype = parameters, parameters[0].dtype
-        self.strays: Sequence[torch.Tensor] = ()
+        self.local_grads: Sequence[torch.Tensor] = ()
         for parameter in parameters:
             parameter.data, parameter.grad = parameter.data.contiguous(), None
-            parameter.gradient_home = parameter.on_gradient = None  # type: ignore[attr-defined]
+            parameter.main_grad = parameter.on_gradient = None  # type: ignore[attr-defined]
 
-    def bring_home(self) -> None:
+    def copy_into_bucket(self) -> None:
         for parameter in self.parameters:
             gradient = parameter.grad
             if gradient is None:
@@ -190,7 +190,7 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _lay_out(parameters: Sequence[nn.Parameter], num_slices: int) -> tuple[list[int], int]:
-    """Where each begins, and how long all are."""
+    """The first element of each parameter, and the length of the bucket."""
     line, starts, end = max(1, _LINE // parameters[0].element_size()), [], 0
     for parameter in parameters:
         starts.append(end)
@@ -199,7 +199,7 @@ def _lay_out(parameters: Sequence[nn.Parameter], num_slices: int) -> tuple[list[
 
 
 def fill(parameters: Iterable[T], bucket_bytes: int) -> list[list[T]]:
-    """Lists of about so many bytes, in order, each of one dtype."""
+    """Parameters in lists of one dtype and at most `bucket_bytes`, in order; a larger parameter has its own list."""
     lists: list[list[T]] = []
     filling: dict[torch.dtype, tuple[list[T], int]] = {}
     for parameter in parameters:
@@ -213,21 +213,21 @@ def fill(parameters: Iterable[T], bucket_bytes: int) -> list[list[T]]:
 
 
 def matrices_first(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """What tensor parallelism cuts then lies together, so that most of what a rank counts in the norm is one piece."""
+    """Sharded parameters then lie together, so that most of what a rank counts in the norm is one range."""
     return sorted(parameters, key=lambda parameter: parameter.dim() < 2)
 
 
 def check(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-    """Refuse what can't lie in flat memory of this device."""
+    """Refuse parameters that cannot be views of a flat tensor on this device."""
     at: dict[int, nn.Parameter] = {}
     for parameter in parameters:
         what = f"a parameter {tuple(parameter.shape)} of {parameter.dtype}"
         if not parameter.is_floating_point():
-            raise InvalidCall(f"{what} can't be trained here; use floating-point numbers.")
+            raise InvalidCall(f"{what} cannot be trained; use floating-point numbers.")
         if parameter.device.type != device.type:
             raise InvalidCall(f"{what} is on {parameter.device}, but the mesh is on {device}; move the model there.")
         if parameter.numel() and at.setdefault(parameter.data_ptr(), parameter) is not parameter:
-            raise InvalidCall(f"{what} lies in another one's memory; tie them by having one parameter in both places.")
+            raise InvalidCall(f"{what} shares memory with another one; to tie them, use one parameter in both places.")
 
 
 def _round_up(value: int, step: int) -> int:

@@ -1,7 +1,7 @@
-"""When a bucket's gradients are all there, before its stage's last backward has ended.
+"""Readiness of a bucket: whether all its gradients are complete before its stage's last backward has ended.
 
-How often each parameter is added to in that backward is learned in the first step, which ends without an answer. From
-then on a bucket is ready as soon as all its parameters were added to that often.
+The first step counts how often that backward adds to each parameter's gradient, and starts no bucket early. From then
+on a bucket is ready as soon as all its parameters were added to that often.
 """
 
 from __future__ import annotations
@@ -11,78 +11,79 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from parallel3d.gradients.deferred import autograd_was_there
+from parallel3d.gradients.deferred import on_autograd_grad
+from parallel3d.torch_internals import post_accumulate_grad_hooks, version_of
 from runtime.errors import InvalidCall
 
 
 class Readiness:
-    """Of one bucket. In the engine thread; the parameters' `on_gradient` tell it of every addition."""
+    """Counts the additions to one bucket's gradients, by the parameters' `on_gradient`. Lives in the engine thread."""
 
     def __init__(self, stage: int, parameters: Sequence[nn.Parameter], ready: Callable[[], None]) -> None:
         self.stage, self.ready = stage, ready
         self.has_started = self.is_open = False
-        """Whether the bucket is on its way; whether the last backward is under way."""
+        """Whether the bucket is being reduced; whether the stage's last backward runs."""
         self.has_learned = False
-        self.can_be_told = True
-        """False once something was found to be added that nobody tells of."""
+        self.is_reliable = True
+        """False once a gradient changed without a call of `on_gradient`: the bucket is then never ready early."""
         self.num_missing = 0
         self._watches = [_Watch(self, parameter) for parameter in parameters]
 
     def begin(self) -> None:
-        """A new step."""
+        """Begin a new step."""
         self.has_started = self.is_open = False
 
     def open(self, *, split: bool) -> None:
-        """The stage's last backward begins: a whole one, or its weight part, in which autograd adds nothing more."""
+        """The stage's last backward begins. split: only its weight part is left, in which autograd adds nothing."""
         self.is_open = True
         for watch in self._watches:
             watch.open(split)
         self.num_missing = sum(not watch.is_complete for watch in self._watches)
-        self._tell()
+        self._check()
 
     def one_less(self) -> None:
-        """Another parameter is complete."""
+        """One more parameter is complete."""
         self.num_missing -= 1
-        self._tell()
+        self._check()
 
-    def _tell(self) -> None:
-        if self.num_missing == 0 and self.has_learned and self.can_be_told:
+    def _check(self) -> None:
+        if self.num_missing == 0 and self.has_learned and self.is_reliable:
             self.ready()
 
     def close(self) -> None:
         """The last backward has ended."""
         self.is_open = False
         for watch in self._watches:
-            self.can_be_told = self.can_be_told and not watch.is_unsure
+            self.is_reliable = self.is_reliable and not watch.is_unsure
             watch.learn()
         self.has_learned = True
 
 
 class _Watch:
-    """One parameter's additions."""
+    """Counts the additions to one parameter's gradient."""
 
     def __init__(self, bucket: Readiness, parameter: nn.Parameter) -> None:
         self._bucket, self._parameter = bucket, parameter
         self._expected = self._num = 0
-        """Additions in the last backward."""
+        """Additions in a step's last backward: those expected, and those so far."""
         self._by_hand = self._is_odd = False
         self._seen: tuple[torch.Tensor | None, int] = None, 0
         self.is_complete = False
-        parameter.on_gradient = self._told  # type: ignore[attr-defined]
-        hooks = parameter._post_accumulate_grad_hooks
-        if not hooks or autograd_was_there not in hooks.values():
-            parameter.register_post_accumulate_grad_hook(autograd_was_there)  # type: ignore[no-untyped-call]
+        parameter.on_gradient = self._added  # type: ignore[attr-defined]
+        hooks = post_accumulate_grad_hooks(parameter)
+        if not hooks or on_autograd_grad not in hooks.values():
+            parameter.register_post_accumulate_grad_hook(on_autograd_grad)  # type: ignore[no-untyped-call]
 
     def open(self, split: bool) -> None:
         self._num = 0
         self._seen = self._now()
         self.is_complete = split and not self._by_hand and self._parameter.grad is not None
 
-    def _told(self, by_hand: bool) -> None:
+    def _added(self, by_hand: bool) -> None:
         bucket = self._bucket
         if by_hand:
             self._by_hand = True
-        elif self._parameter.grad is None:  # autograd came, but the gradient is still to be added by somebody else
+        elif self._parameter.grad is None:  # autograd called the hook, but something else adds the gradient later
             self._is_odd = True
         if bucket.has_started:
             raise InvalidCall(self._too_often())
@@ -97,11 +98,11 @@ class _Watch:
 
     def _now(self) -> tuple[torch.Tensor | None, int]:
         gradient = self._parameter.grad
-        return gradient, 0 if gradient is None else gradient._version
+        return gradient, 0 if gradient is None else version_of(gradient)
 
     @property
     def is_unsure(self) -> bool:
-        """Whether the gradient changes without a word."""
+        """Whether the gradient changes without a call of `on_gradient`."""
         if self._bucket.has_learned:
             return self._is_odd
         (seen, version), (gradient, now) = self._seen, self._now()

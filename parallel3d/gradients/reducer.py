@@ -1,7 +1,7 @@
-"""Gradients over the replicas: each bucket is summed up as soon as it is complete, while backward still runs.
+"""The reduction of gradients over the replicas, bucket by bucket, overlapped with the backward.
 
-The engine thread says what is there; the event loop reduces it. Buckets start in one order on every rank, so one that
-is complete waits for those before it.
+The engine thread says which buckets are complete, the event loop starts their collectives. Buckets start in the same
+order on every rank: a complete bucket waits for those before it.
 """
 
 from __future__ import annotations
@@ -27,34 +27,36 @@ Settle = Callable[[], Awaitable[None]]
 
 
 class Reduced(NamedTuple):
-    """What a step's reductions moved."""
+    """The traffic of a step's reductions."""
 
     num_bytes: int
-    """Of this rank's gradients."""
+    """Size of this rank's gradients."""
     seconds: float
-    """In which at least one of them was under way, waits for other replicas included."""
+    """Time in which at least one reduction was under way, including waits for other replicas."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """One step's reductions."""
+    """The state of one step's reductions."""
 
-    num_home: int = 0
-    """Buckets that are complete, with all before them. Counted by the engine thread; the rest is the event loop's."""
+    num_complete: int = 0
+    """Buckets that are complete, and all before them too. Counted by the engine thread."""
     done: set[int] = field(default_factory=set)
-    """Stages."""
+    """Stages that add no more gradients."""
     works: list[Work] = field(default_factory=list)
-    """One for each bucket that is on its way."""
+    """The started collectives, one for each bucket. Used by the event loop."""
     failure: Exception | None = None
     is_over: bool = False
 
 
 class GradientSync:
-    """Puts the parameters of a rank's stages into buckets, and sums their gradients up over the replicas.
+    """Puts the parameters of a rank's stages into buckets, and sums their gradients over the replicas.
 
-    `order` is that in which the stages are done. Gradients of `late` parameters are reduced last, after `settle_late`
-    was awaited, which may add up what other ranks have of them: it finds them at `gradient_home`, and in one piece by
-    `flat_late`. Make it on the event loop.
+    order: the stages in the order in which their backwards end.
+    late: parameters whose gradients are reduced last, after `settle_late` was awaited, which sums partial gradients
+        inside the replica: it finds them in `main_grad`, and as few flat tensors by `flat_late`.
+
+    Make it on the event loop.
     """
 
     def __init__(
@@ -69,10 +71,10 @@ class GradientSync:
         settle_late: Settle | None = None,
     ) -> None:
         if sorted(order) != sorted(stages):
-            raise InvalidCall(f"the stages {sorted(stages)} are given, but the order {list(order)}.")
+            raise InvalidCall(f"order = {list(order)}, but the stages are {sorted(stages)}: give each once.")
         self._mesh, self._dp, self._order, self._settle_late = mesh, mesh.dp, tuple(order), settle_late
         self.is_sharded = shard and mesh.dp.size > 1
-        """Whether each replica has only its slice of the sums."""
+        """Whether each replica gets only its slice of the sums (reduce-scatter, not all-reduce)."""
         self._loop = asyncio.get_running_loop()
         owner, num_stages_of = _owners(stages, order)
         late = _trained(late)
@@ -80,9 +82,9 @@ class GradientSync:
         check(every + [each for each in late if id(each) not in owner], mesh.dp.device)
         lates = set(map(id, late))
         self.buckets: list[Bucket] = []
-        """In the order in which they are reduced."""
+        """In the order of their reductions."""
         self._readiness: dict[int, Readiness] = {}
-        """By the place of the bucket."""
+        """By the index of the bucket."""
         for stage in order:
             own = [each for each in _trained(stages[stage]) if owner[id(each)] == stage and id(each) not in lates]
             self._add_stage(stage, fill(reversed(own), bucket_bytes), num_stages_of)
@@ -92,16 +94,16 @@ class GradientSync:
         self.parameters = [each for bucket in self.buckets for each in bucket.parameters]
         self._step = _Step(is_over=True)
         self.reduced = Reduced(0, 0.0)
-        """By the last step that was finished."""
+        """Of the last step that was finished."""
         self.settled = 0.0
-        """When late gradients were last, a moment of time.monotonic: from then on replicas alone are waited for."""
+        """time.monotonic() after the last `settle_late`: from then on the step waits for other replicas only."""
 
     def _add_stage(self, stage: int, lists: Sequence[list[nn.Parameter]], num_stages_of: Mapping[int, int]) -> None:
         for parameters in lists:
             place = len(self.buckets)
             self.buckets.append(self._bucket(stage, matrices_first(parameters)))
             is_shared = any(num_stages_of[id(each)] > 1 for each in parameters)  # another stage may add to it
-            # The last one can hardly be complete before the stage is done.
+            # The last bucket of a stage is complete when the stage is done, not before.
             if self._dp.size > 1 and parameters is not lists[-1] and not is_shared:
                 self._readiness[place] = Readiness(stage, parameters, partial(self._are_ready, [place]))
 
@@ -115,19 +117,19 @@ class GradientSync:
         with torch.inference_mode(False):
             if self._dp.size == 1 and stage is not None:
                 return LooseBucket(stage, parameters)
-            new_weights = registered if self.is_sharded else private  # peers read none of it otherwise
+            new_weights = registered if self.is_sharded else private  # otherwise no peer reads it
             return FlatBucket(stage, parameters, self._dp.size, new_weights, registered)
 
     @property
     def gradient_bytes(self) -> int:
-        """That gradients take, once they are there."""
+        """Memory of all gradients, once they exist."""
         return sum(
             bucket.flat_gradients.nbytes if isinstance(bucket, FlatBucket) else sum(p.nbytes for p in bucket.parameters)
             for bucket in self.buckets
         )
 
     def flat_late(self, parameters: Collection[nn.Parameter]) -> list[torch.Tensor]:
-        """The gradients of these late parameters, as few flat tensors: neighbours, as they were given, are one."""
+        """The gradients of these late parameters as few flat tensors: those of neighbours are one tensor."""
         wanted, late = set(map(id, parameters)), self.buckets[self._num_early :]
         return [
             bucket.flat_gradients[start:stop]
@@ -136,12 +138,12 @@ class GradientSync:
             for start, stop in bucket.ranges(lambda each: id(each) in wanted, bucket.bounds(None))
         ]
 
-    # In the engine thread.
+    # Called in the engine thread.
 
     def begin(self) -> None:
-        """A new step: no parameter has a gradient."""
+        """Begin a step: no parameter has a gradient."""
         if not self._step.is_over:
-            raise InvalidCall("begin: the step before was neither finished nor cancelled.")
+            raise InvalidCall("begin: the last step was neither finished nor cancelled.")
         self._step = _Step()
         self._ready = [False] * self._num_early
         for parameter in self.parameters:
@@ -153,7 +155,7 @@ class GradientSync:
 
     @contextlib.contextmanager
     def last_backward(self, stage: int, *, split: bool = False) -> Iterator[None]:
-        """Around a stage's last backward; `split`: around its weight part. Buckets that are complete start in here."""
+        """Around a stage's last backward; with `split`, around its weight part. Complete buckets start inside."""
         opened = [each for each in self._readiness.values() if each.stage == stage]
         for each in opened:
             each.open(split=split)
@@ -162,35 +164,35 @@ class GradientSync:
             each.close()
 
     def stage_done(self, stage: int) -> None:
-        """Nothing more will be added to this stage's gradients in this step."""
+        """Nothing more is added to this stage's gradients in this step."""
         self._step.done.add(stage)
         self._are_ready(
             [place for place, bucket in enumerate(self.buckets[: self._num_early]) if bucket.stage == stage]
         )
         if self._step.done == set(self._order):
             for bucket in self.buckets[self._num_early :]:
-                bucket.bring_home()
+                bucket.copy_into_bucket()
 
     def _are_ready(self, places: Sequence[int]) -> None:
         for place in places:
             self._ready[place] = True
-        step, first = self._step, self._step.num_home
-        while step.num_home < self._num_early and self._ready[step.num_home]:
-            self.buckets[step.num_home].bring_home()
-            if step.num_home in self._readiness:
-                self._readiness[step.num_home].has_started = True
-            step.num_home += 1
-        if self._dp.size > 1 and step.num_home > first:
+        step, first = self._step, self._step.num_complete
+        while step.num_complete < self._num_early and self._ready[step.num_complete]:
+            self.buckets[step.num_complete].copy_into_bucket()
+            if step.num_complete in self._readiness:
+                self._readiness[step.num_complete].has_started = True
+            step.num_complete += 1
+        if self._dp.size > 1 and step.num_complete > first:
             self._loop.call_soon_threadsafe(self._reduce, step)
 
-    # On the event loop.
+    # Called on the event loop.
 
     def _reduce(self, step: _Step) -> None:
-        """Start what is complete and has not started yet."""
+        """Start the collectives of complete buckets."""
         try:
-            while len(step.works) < step.num_home and not step.is_over and step.failure is None:
+            while len(step.works) < step.num_complete and not step.is_over and step.failure is None:
                 step.works.append(self._reduction(self.buckets[len(step.works)]))
-        except Exception as failure:  # it belongs to whoever waits for the step, not to the loop
+        except Exception as failure:  # raised by `finish`, not in the event loop
             step.failure = failure
 
     def _reduction(self, bucket: Bucket) -> Work:
@@ -200,8 +202,8 @@ class GradientSync:
         return self._dp.reduce_scatter(bucket.flat_gradients, op="sum", out=bucket.gradients(self._dp.rank)[0])
 
     async def finish(self) -> None:
-        """Once the engine's part has ended: until every gradient is the sum over the replicas, or this rank's slice of
-        it is."""
+        """Call it when the engine's part has ended. Returns when every gradient, or this rank's slice of it, is the sum
+        over the replicas."""
         step = self._step
         if step.is_over:
             raise InvalidCall("finish: no step is under way.")
@@ -211,7 +213,7 @@ class GradientSync:
             if self._num_early < len(self.buckets) and self._settle_late is not None:
                 await self._settle_late()
                 self.settled = time.monotonic()
-            step.num_home = len(self.buckets)
+            step.num_complete = len(self.buckets)
             if self._dp.size > 1:
                 self._reduce(step)
             self.reduced = await self._all_reduced(step)
@@ -233,16 +235,15 @@ class GradientSync:
 
     @property
     def bus_bandwidth(self) -> float | None:
-        """Of the last step's reductions, in 10⁹ bytes a second, as collective benchmarks count: what each rank has to
-        send and receive at least. None where there were none."""
+        """Of the last step's reductions, in GB/s, as collective benchmarks count it. None where there were none."""
         if not self.reduced.seconds:
             return None
         rounds = 1 if self.is_sharded else 2  # an all-reduce is a reduce-scatter and an all-gather
         return self.reduced.num_bytes * rounds * (self._dp.size - 1) / self._dp.size / self.reduced.seconds / 1e9
 
     def cancel(self, error: BaseException | None = None) -> None:
-        """Give up the step that is under way: other replicas, which wait for this one's gradients, are told why, and
-        their group is closed. Nothing, if no step is under way. Call it when the engine's part has ended."""
+        """Give up the running step, if there is one: abort the group of the replicas, which wait for this one, with the
+        reason. Call it when the engine's part has ended."""
         step = self._step
         if step.is_over:
             return
@@ -257,15 +258,15 @@ class GradientSync:
                 del parameter.cast_in_step
 
     def release(self) -> None:
-        """Let go of the gradients as they were on this rank alone."""
+        """Free the gradients of this rank alone."""
         for bucket in self.buckets:
-            bucket.strays = ()
+            bucket.local_grads = ()
 
 
 def _owners(
     stages: Mapping[int, Sequence[nn.Parameter]], order: Sequence[int]
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """For each parameter, by its id: the stage that is done last with it, and the number of those that have it."""
+    """By the id of each parameter: the last stage in order that has it, and the number of stages that have it."""
     owner, num_stages_of = {}, dict[int, int]()
     for stage in order:
         for each in {id(parameter) for parameter in stages[stage]}:
@@ -275,5 +276,5 @@ def _owners(
 
 
 def _trained(parameters: Collection[nn.Parameter]) -> list[nn.Parameter]:
-    """Those that need a gradient, each once."""
+    """Those that require a gradient, each once."""
     return list({id(each): each for each in parameters if each.requires_grad}.values())

@@ -50,12 +50,6 @@ class Block(nn.Module):
         return values + computed
 
 
-def embedding(num: int, width: int) -> nn.Embedding:
-    """Without values. Drawing them, which the constructor would do, is nothing on `meta`, but makes torch import its
-    compiler for it: 2 seconds."""
-    return nn.Embedding(num, width, _weight=torch.empty(num, width))
-
-
 def heads_of(values: torch.Tensor, head_width: int) -> torch.Tensor:
     """batch x length x width as batch x heads x length x head_width. As many heads as there are: a rank may have but
     some of them."""

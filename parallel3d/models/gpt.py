@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn import functional
 
 from parallel3d.config.sections import GptArgs
-from parallel3d.models.decoder import Block, Decoder, embedding, heads_of, layered, plan_of, residual, without_heads
+from parallel3d.models.decoder import Block, Decoder, heads_of, layered, plan_of, residual, without_heads
 from parallel3d.models.layered import LayeredModel
+from parallel3d.torch_internals import embedding_without_values
 from runtime.errors import InvalidCall
 
 
@@ -35,8 +36,8 @@ class Embedding(nn.Module):
 
     def __init__(self, args: GptArgs) -> None:
         super().__init__()
-        self.tokens = embedding(args.vocabulary, args.width)
-        self.positions = embedding(args.sequence, args.width)
+        self.tokens = embedding_without_values(args.vocabulary, args.width)
+        self.positions = embedding_without_values(args.sequence, args.width)
         self.dropout = nn.Dropout(args.dropout)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

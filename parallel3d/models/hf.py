@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,10 @@ from parallel3d.models.hf_plan import tensor_plan
 from parallel3d.models.hf_row import find_adapt, find_row
 from parallel3d.models.layered import LayeredModel
 from parallel3d.models.stored_weights import StoredWeights, find_weights
+from parallel3d.torch_internals import buffers_of, copy_module
 
+_init_weights: Callable[[Any], Callable[[nn.Module], None]] = attrgetter("_init_weights")
+"""Private, but the only name that transformers has for it."""
 _OLDEST = 5  # 5.0.0 was tried; what is older was not
 _INSTALL = "Install what it needs: pip install 'parallel3d[hf]'"
 # transformers takes these too, but lists them nowhere.
@@ -163,9 +167,8 @@ def _refuse_empty_buffers(whole: Any, row: Row) -> None:
     """Before anything starts: what will get no values then."""
     for path, module in whole.named_modules():
         if any(path == each or path.startswith(f"{each}.") for each in row.paths):
-            twin = copy.copy(module)  # with the same parameters, on `meta`, where nothing can be filled
-            twin._buffers = dict(module._buffers)
-            _fill_buffers(whole, path, twin)
+            # A copy: its parameters are on `meta`, where nothing can be filled.
+            _fill_buffers(whole, path, copy_module(module, "buffers"))
 
 
 def _fill_buffers(whole: Any, path: str, module: nn.Module) -> None:
@@ -174,7 +177,7 @@ def _fill_buffers(whole: Any, path: str, module: nn.Module) -> None:
         return
     for name, buffer in empty.items():
         none = torch.nan if buffer.is_floating_point() else 0
-        module._buffers[name] = torch.full_like(buffer, none, device="cpu")
+        buffers_of(module)[name] = torch.full_like(buffer, none, device="cpu")
     _init(whole, module)
     for name, buffer in module.named_buffers(recurse=False):
         if buffer.is_floating_point() and buffer.isnan().any():
@@ -185,7 +188,7 @@ def _fill_buffers(whole: Any, path: str, module: nn.Module) -> None:
 @torch.no_grad()
 def _init(whole: Any, module: nn.Module) -> None:
     """First values by the model's own rules."""
-    whole._init_weights(module)
+    _init_weights(whole)(module)
 
 
 def _heads(settings: Any) -> dict[str, int]:

@@ -7,13 +7,14 @@ their places that compute nothing and write down what they are given.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+
+from parallel3d.torch_internals import children_of, copy_module
 
 _MOST_SHAPES = 8  # training and evaluation have two or three; more would only pile up masks
 
@@ -82,14 +83,14 @@ def stand_ins(model: nn.Module, row: Row, calls: list[Call], answers: Mapping[st
 
 def with_others(module: nn.Module, others: Mapping[str, nn.Module], prefix: str = "") -> nn.Module:
     """A copy of the module with others at these paths; what is not replaced is shared."""
-    twin = copy.copy(module)
-    twin._modules = dict(module._modules)
+    twin = copy_module(module, "modules")
+    children = children_of(twin)
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         if path in others:
-            twin._modules[name] = others[path]
+            children[name] = others[path]
         elif any(each.startswith(f"{path}.") for each in others):
-            twin._modules[name] = with_others(child, others, f"{path}.")
+            children[name] = with_others(child, others, f"{path}.")
     return twin
 
 

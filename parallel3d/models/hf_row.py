@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from parallel3d.seeding import numbers_kept
 
 Adapt = Callable[[str, nn.Module], nn.Module]
 
+_pp_plan: Callable[[Any], dict[str, Any] | None] = attrgetter("_pp_plan")
+"""Private, but the only name that transformers has for it."""
 _REMEDY = "Wrap it in a factory of your own, with a method pipeline_layers()."
 
 
@@ -39,7 +42,7 @@ def find_row(whole: Any) -> Row:
     """The modules of the pipeline plan in the order of their calls. One of them is the list of layers."""
     base, prefix, modules = whole.base_model, whole.base_model_prefix, dict(whole.named_modules())
     inner = getattr(base, "_pp_plan", None) or whole.config.base_model_pp_plan or {}
-    outer = type(whole)._pp_plan or {}
+    outer = _pp_plan(type(whole)) or {}
     paths = [*(f"{prefix}.{name}" for name in inner), *outer]
     lists = [path for path in paths if isinstance(modules.get(path), nn.ModuleList)]
     if not (inner and outer and base is not whole and len(lists) == 1 and all(path in modules for path in paths)):

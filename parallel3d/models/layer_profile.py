@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from parallel3d.seeding import numbers_kept
+from parallel3d.torch_internals import buffers_of
 from runtime.errors import InvalidCall
 
 Clock = Callable[[], float]
@@ -158,7 +159,7 @@ def _cuda_devices(layers: Sequence[nn.Module], tensors: Tensors) -> list[torch.d
 def _state_kept(layer: nn.Module) -> Iterator[None]:
     """One layer at a time, so that only one is held twice."""
     gradients = [(each, each.grad) for each in layer.parameters()]
-    buffers = [(each._buffers, dict(each._buffers)) for each in layer.modules()]
+    buffers = [(buffers_of(each), dict(buffers_of(each))) for each in layer.modules()]
     # Parameters too: an embedding with max_norm changes its weight in the forward.
     tensors = [*layer.parameters(), *layer.buffers()]
     saved = [(each, each.detach().clone()) for each in tensors]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from parallel3d.torch_internals import children_of
 from runtime.errors import InvalidCall
 
 Places = tuple[tuple[str, nn.Module], ...]
@@ -71,7 +72,7 @@ def _children_of_sequential(model: nn.Module) -> Places:
 def _children(module: nn.Module, path: str) -> Places:
     # Not `named_children()`, which leaves out a child's second place if it has two.
     prefix = f"{path}." if path else ""
-    return tuple((f"{prefix}{name}", child) for name, child in module._modules.items() if child is not None)
+    return tuple((f"{prefix}{name}", child) for name, child in children_of(module).items() if child is not None)
 
 
 def _matching(model: nn.Module, pattern: str) -> LayerRow:

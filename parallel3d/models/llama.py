@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn import functional
 
 from parallel3d.config.sections import LlamaArgs
-from parallel3d.models.decoder import Block, Decoder, embedding, heads_of, layered, plan_of, residual, without_heads
+from parallel3d.models.decoder import Block, Decoder, heads_of, layered, plan_of, residual, without_heads
 from parallel3d.models.layered import LayeredModel
+from parallel3d.torch_internals import embedding_without_values
 
 # As in Llama's own configuration.
 _EPSILON = 1e-5
@@ -36,7 +37,7 @@ class Llama(Decoder):
 class Embedding(nn.Module):
     def __init__(self, args: LlamaArgs) -> None:
         super().__init__()
-        self.tokens = embedding(args.vocabulary, args.width)
+        self.tokens = embedding_without_values(args.vocabulary, args.width)
         self.dropout = nn.Dropout(args.dropout)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -9,14 +9,22 @@ import torch
 from torch.nn import functional
 
 from parallel3d.config.factories import load_factory
-from parallel3d.tensor.vocabulary import IGNORED, cross_entropy_sum
 from runtime.errors import InvalidCall
 
+IGNORED = -100
+"""A target that does not count."""
 Sum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Of the output and the target: the losses added up."""
 
 
 Whole = Callable[[Any], Any]
+
+
+def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The sum over the targets that are not ignored. The last dimension of the logits is the vocabulary."""
+    return functional.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=IGNORED, reduction="sum"
+    )
 
 
 class StepLoss(Protocol):

@@ -15,6 +15,7 @@ from torch import nn
 
 from parallel3d.models.layered import LayeredModel
 from parallel3d.seeding import seed_of, seeded
+from parallel3d.torch_internals import buffers_of, parameters_of
 from runtime.errors import InvalidCall
 
 
@@ -24,7 +25,7 @@ class Sharded(Protocol):
     def whole_module(self) -> nn.Module:
         """That other one: on `meta` and to be given its values, or real."""
 
-    def take(self, whole: nn.Module) -> None:
+    def copy_shards(self, whole: nn.Module) -> None:
         """Copy this rank's slices of its parameters."""
 
 
@@ -51,7 +52,7 @@ def materialize(
 
 
 def _is_sharded(module: nn.Module) -> TypeGuard[Sharded]:
-    return callable(getattr(module, "whole_module", None)) and callable(getattr(module, "take", None))
+    return callable(getattr(module, "whole_module", None)) and callable(getattr(module, "copy_shards", None))
 
 
 def _walk(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -89,7 +90,7 @@ class _Filling:
             if tensor.is_meta:
                 dtype = self._dtype if tensor.is_floating_point() else None
                 _become(tensor, torch.empty_like(tensor, dtype=dtype, device=self._device))
-        module.take(whole)
+        module.copy_shards(whole)
         self._convert([*module.named_parameters(), *module.named_buffers()])
 
     def _convert(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -98,13 +99,13 @@ class _Filling:
 
     def _homes(self, path: str, module: nn.Module) -> dict[str, str]:
         """Of those of the module's own parameters that stand at an earlier path too, that one."""
-        own = ((name, self._names.get(id(each))) for name, each in module._parameters.items())
+        own = ((name, self._names.get(id(each))) for name, each in parameters_of(module).items())
         return {name: home for name, home in own if home not in (None, _joined(path, name))}
 
     def _give_values(self, path: str, module: nn.Module, homes: Mapping[str, str]) -> None:
         """To those of its own tensors that are on `meta`."""
         missing = {name: each for name, each in _own_tensors(module) if each.is_meta}
-        by_init = set(missing) if self._model.weights is None else set(missing) - set(module._parameters)
+        by_init = set(missing) if self._model.weights is None else set(missing) - set(parameters_of(module))
         values = self._initial(path, module, by_init - set(homes)) if by_init - set(homes) else {}
         for name, tensor in missing.items():
             home = homes.get(name, _joined(path, name))
@@ -132,15 +133,15 @@ class _Filling:
 
     def _initial(self, path: str, module: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """What `init` gives a module of these names, on the CPU, so that every device begins with the same values."""
-        before = dict(module._parameters), dict(module._buffers)
+        before = dict(parameters_of(module)), dict(buffers_of(module))
         try:
             _make_real(module)
             self._init(path, module)
             values = dict(_own_tensors(module))
             return {name: _checked(path, name, module, values[name].detach()) for name in names}
         finally:
-            module._parameters.update(before[0])
-            module._buffers.update(before[1])
+            parameters_of(module).update(before[0])
+            buffers_of(module).update(before[1])
 
     def _init(self, path: str, module: nn.Module) -> None:
         try:
@@ -157,18 +158,18 @@ def _joined(path: str, name: str) -> str:
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Its parameters and buffers, but not those of its children."""
-    for own in (module._parameters, module._buffers):
+    for own in (parameters_of(module), buffers_of(module)):
         yield from ((name, each) for name, each in own.items() if each is not None)
 
 
 def _make_real(module: nn.Module) -> None:
     """NaN shows afterwards what got no value."""
-    for name, parameter in module._parameters.items():
+    for name, parameter in parameters_of(module).items():
         if parameter is not None:
-            module._parameters[name] = nn.Parameter(_empty(parameter), requires_grad=parameter.requires_grad)
-    for name, buffer in module._buffers.items():
+            parameters_of(module)[name] = nn.Parameter(_empty(parameter), requires_grad=parameter.requires_grad)
+    for name, buffer in buffers_of(module).items():
         if buffer is not None:
-            module._buffers[name] = _empty(buffer)
+            buffers_of(module)[name] = _empty(buffer)
 
 
 def _empty(like: torch.Tensor) -> torch.Tensor:

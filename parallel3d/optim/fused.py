@@ -1,7 +1,6 @@
 """AdamW and SGD on flat weights, by torch's fused kernels: what `torch.optim` calls with `fused=True`.
 
-They are called directly, for making a `torch.optim.Optimizer` imports torch's compiler, which takes seconds a rank.
-They treat every element alike, so that slices give the same bits as the whole, as long as their lengths are multiples
+The kernels treat every element alike, so a slice gets the same bits as the whole, as long as its length is a multiple
 of a vector register's.
 """
 
@@ -12,30 +11,31 @@ from collections.abc import Sequence
 import torch
 
 from parallel3d.config.sections import Optimizer as OptimizerConfig
+from parallel3d.torch_internals import foreach_mul_, fused_adamw_, fused_sgd_
 
 
 def update_of(config: OptimizerConfig) -> Update:
-    """As `optimizer.name` says, of nothing yet."""
+    """The update that `optimizer.name` says, without weights yet."""
     return _AdamW(config) if config.name == "adamw" else _Sgd(config)
 
 
 class Update:
-    """One way to update weights of one dtype."""
+    """Updates weights of one dtype."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.config = config
         self.weights: list[torch.Tensor] = []
 
     def add(self, weights: Sequence[torch.Tensor]) -> None:
-        """These too. What is remembered of them begins at zero."""
+        """Add weights. Their state begins at zero."""
         self.weights += weights
 
     @torch.no_grad()
     def __call__(self, gradients: list[torch.Tensor], number: int, lr: float, factor: float) -> None:
-        """The number-th step, with gradients that are multiplied by `factor` first."""
+        """Take a step, the `number`-th, with gradients that are multiplied by `factor` first."""
         scale = None
         if factor != 1.0 and gradients[0].dtype is torch.float64:  # the kernels' own scale is a float32
-            torch._foreach_mul_(gradients, factor)
+            foreach_mul_(gradients, factor)
         elif factor != 1.0:
             scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=gradients[0].device)
         self.update(gradients, number, lr, scale)
@@ -44,7 +44,7 @@ class Update:
         raise NotImplementedError
 
     def state(self, index: int) -> dict[str, torch.Tensor]:
-        """What is remembered of the index-th weights."""
+        """The state of the weights at this index, by name."""
         raise NotImplementedError
 
 
@@ -64,7 +64,7 @@ class _AdamW(Update):
     def update(self, gradients: list[torch.Tensor], number: int, lr: float, scale: torch.Tensor | None) -> None:
         config, decay = self.config, self.config.weight_decay
         self._number.fill_(number)
-        torch._fused_adamw_(
+        fused_adamw_(
             self.weights,
             gradients,
             self._means,
@@ -96,7 +96,7 @@ class _Sgd(Update):
             self._momenta += map(torch.zeros_like, weights)
 
     def update(self, gradients: list[torch.Tensor], number: int, lr: float, scale: torch.Tensor | None) -> None:
-        torch._fused_sgd_(
+        fused_sgd_(
             self.weights,
             gradients,
             self._momenta,
@@ -106,7 +106,7 @@ class _Sgd(Update):
             dampening=0.0,
             nesterov=False,
             maximize=False,
-            is_first_step=False,  # momentum begins at zero, which comes to the same
+            is_first_step=False,  # the momentum begins at zero, which gives the same
             grad_scale=scale,
         )
 

@@ -8,10 +8,10 @@ from parallel3d.config.sections import Optimizer
 
 
 def learning_rate(config: Optimizer, step: int, steps: int) -> float:
-    """Of a step, which count from 0, in a run of so many.
+    """The learning rate of a step, counted from 0, in a run of `steps` steps.
 
-    The last step of the warm-up is the first one with the whole rate; without a warm-up that is step 0. A cosine
-    begins there and ends at `min_lr` in the run's last step, where it stays.
+    The last step of the warm-up is the first with the full rate; without a warm-up that is step 0. The cosine begins
+    there, ends at `min_lr` in the last step of the run, and stays there.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps

@@ -1,4 +1,4 @@
-"""The optimizer step over the whole mesh: norm, clip, update, and the replicas' slices put together again."""
+"""The optimizer step over the whole mesh: norm, clipping, update, and the all-gather of sharded weights."""
 
 from __future__ import annotations
 
@@ -15,30 +15,27 @@ from torch.autograd.graph import increment_version
 from parallel3d.config.sections import Optimizer as OptimizerConfig
 from parallel3d.gradients.buckets import Bucket, Counts, FlatBucket
 from parallel3d.gradients.reducer import GradientSync
+from parallel3d.optim.clip import SquaredNorm, clip_factor
 from parallel3d.optim.fused import Update, update_of
-from parallel3d.optim.norm import SquaredNorm
 from parallel3d.rank_mesh import Mesh
 from process_groups.shared_memory.engine_collectives import Outcome
 from runtime.errors import NonFiniteGradient, name_rank
-
-_TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_, so that clipped gradients are the same
-
 
 Scale = Callable[[Sequence[float]], float]
 
 
 class Taken(NamedTuple):
-    """A step, the same on every rank."""
+    """A step that was taken; the same on every rank."""
 
     norm: float
-    """Of all gradients of the mesh, before they were clipped."""
+    """Of all gradients of the mesh, before clipping."""
     sums: tuple[float, ...]
-    """Of what the ranks told."""
+    """Over all ranks, of the numbers they reported."""
 
 
 class StatePart(NamedTuple):
-    """What the optimizer remembers of the elements `start` to `stop` of a parameter, flattened: all of them, unless the
-    state is sharded. `values` are views: what is written there is remembered."""
+    """The optimizer's state for elements `start` to `stop` of a flattened parameter: all of them, unless the state is
+    sharded. `values` are views into the optimizer's memory."""
 
     parameter: nn.Parameter
     start: int
@@ -49,7 +46,7 @@ class StatePart(NamedTuple):
 class Optimizer:
     """Updates the weights of a GradientSync's buckets. Make it on the event loop.
 
-    `counts` says of a parameter whether this rank counts it in the norm: one that several ranks have counts once.
+    counts: whether this rank counts a parameter in the norm; one that several ranks have must count once.
     """
 
     def __init__(
@@ -62,33 +59,33 @@ class Optimizer:
         self._config, self._sync, self._mesh = config, sync, mesh
         self._norm = SquaredNorm(sync.buckets, mesh.dp.rank, counts)
         self._slice = mesh.dp.rank if sync.is_sharded else None
-        """What this rank updates of each bucket."""
+        """The slice of each bucket that this rank updates; None: all of it."""
         self._updates: dict[torch.dtype, Update] = {}
         self._buckets: dict[torch.dtype, list[Bucket]] = {}
         for bucket in sync.buckets:
             self._updates.setdefault(bucket.dtype, update_of(config)).add(bucket.weights(self._slice))
             self._buckets.setdefault(bucket.dtype, []).append(bucket)
         self.met = 0.0, 0.0
-        """When this rank came to the last step's exchange of norms, and when it had those of all ranks."""
+        """time.monotonic() before and after the last step's exchange of norms."""
         self.num_steps = 0
-        """Steps taken. Set it where the state of an earlier run is put in."""
-        # The engine thread's own way to the others: the event loop would cost two hand-overs an exchange.
+        """Steps taken. Set it when the state of an earlier run is loaded."""
+        # From the engine thread directly: by the event loop, each exchange would cost two thread switches.
         self._exchange = mesh.world.tensor_exchange() if mesh.world_size > 1 else None
 
     async def step(self, lr: float) -> float:
-        """As `take`, with nothing to tell; gives the norm."""
+        """As `take`, without reported numbers; returns the norm."""
         return (await self.take(lr)).norm
 
-    async def take(self, lr: float, told: Sequence[float] = (), scale: Scale = lambda _: 1.0) -> Taken:
-        """Once gradients are summed up: update the weights.
+    async def take(self, lr: float, reported: Sequence[float] = (), scale: Scale = lambda _: 1.0) -> Taken:
+        """Update the weights, once gradients are reduced.
 
-        told: numbers of this rank, which are added up over all ranks in one go with the norm.
-        scale: what gradients are multiplied with before all else, by those sums.
+        reported: numbers of this rank, which are summed over all ranks in one exchange with the norm.
+        scale: from those sums, the factor that gradients are multiplied with before clipping.
 
         Raises NonFiniteGradient on every rank, and leaves the weights as they are, where the norm is not finite. If it
         is cancelled, or fails otherwise, the mesh's groups are closed.
         """
-        stepping = asyncio.ensure_future(self._mesh.compute(self._take, lr, told, scale))
+        stepping = asyncio.ensure_future(self._mesh.compute(self._take, lr, reported, scale))
         try:
             taken = await asyncio.shield(stepping)
             if self._sync.is_sharded:
@@ -96,18 +93,18 @@ class Optimizer:
             return taken
         except NonFiniteGradient:
             raise
-        except BaseException as error:  # some ranks' weights are new, and others' are not
+        except BaseException as error:  # some ranks may have new weights, and others old ones
             self._mesh.fail(error)
-            await asyncio.gather(stepping, return_exceptions=True)  # it ends soon, for its groups are closed
+            await asyncio.gather(stepping, return_exceptions=True)  # it ends soon: its groups are closed
             raise
 
     # In the engine thread.
 
-    def _take(self, lr: float, told: Sequence[float], scale: Scale) -> Taken:
-        numbers = [self._norm(), *told]
-        came = time.monotonic()
+    def _take(self, lr: float, reported: Sequence[float], scale: Scale) -> Taken:
+        numbers = [self._norm(), *reported]
+        start = time.monotonic()
         rows = self._from_all(numbers)
-        self.met = came, time.monotonic()
+        self.met = start, time.monotonic()
         squares, *columns = zip(*rows, strict=True)
         sums = [math.fsum(column) if all(map(math.isfinite, column)) else sum(column) for column in columns]
         factor = scale(sums)
@@ -129,12 +126,11 @@ class Optimizer:
 
     def _update(self, lr: float, norm: float, scale: float) -> None:
         self.num_steps += 1
-        limit = self._config.clip_norm
-        factor = scale if limit is None else scale * min(1.0, limit / (norm + _TINY))
+        factor = scale * clip_factor(norm, self._config.clip_norm)
         for dtype, update in self._updates.items():
             gradients = [each for bucket in self._buckets[dtype] for each in bucket.gradients(self._slice)]
             update(gradients, self.num_steps, lr, factor)
-        increment_version(self._sync.parameters)  # they were changed through other tensors
+        increment_version(self._sync.parameters)  # they were written through other tensors
         self._sync.release()
 
     async def _gather(self) -> None:
@@ -148,15 +144,14 @@ class Optimizer:
             await work
 
     def _culprits(self, rows: Sequence[Sequence[float]]) -> list[int]:
-        """The ranks that told of something that is not finite; else those whose own gradients are seen not to be; else
-        those in whose sums it shows."""
-        told, shares = [numbers[1:] for numbers in rows], [numbers[:1] for numbers in rows]
-        strays = self._from_all([math.inf if self._has_strange_strays() else 0.0])
-        return _not_all_finite(told) or _not_all_finite(strays) or _not_all_finite(shares)
+        """The ranks that reported numbers that are not finite; else those whose local gradients are not; else those
+        whose share of the sums is not."""
+        reported, shares = [numbers[1:] for numbers in rows], [numbers[:1] for numbers in rows]
+        local = self._from_all([0.0 if self._are_local_grads_finite() else math.inf])
+        return _not_all_finite(reported) or _not_all_finite(local) or _not_all_finite(shares)
 
-    def _has_strange_strays(self) -> bool:
-        strays = [each for bucket in self._sync.buckets for each in bucket.strays]
-        return not all(bool(each.isfinite().all()) for each in strays)
+    def _are_local_grads_finite(self) -> bool:
+        return all(bool(each.isfinite().all()) for bucket in self._sync.buckets for each in bucket.local_grads)
 
     def _not_finite(self, norm: float, ranks: Sequence[int]) -> NonFiniteGradient:
         names = ", ".join(name_rank(rank, self._mesh.topology.coords(rank)) for rank in ranks)
@@ -168,12 +163,12 @@ class Optimizer:
 
     @property
     def state_bytes(self) -> int:
-        """Of all that is remembered."""
+        """Memory of the state."""
         kept = (update.state(index) for update in self._updates.values() for index in range(len(update.weights)))
         return sum(value.nbytes for values in kept for value in values.values())
 
     def state(self) -> list[StatePart]:
-        """Everything remembered from step to step but their number, by parameter."""
+        """The state by parameter; `num_steps` is not part of it."""
         found = []
         for dtype, buckets in self._buckets.items():
             pieces = [piece for bucket in buckets for piece in bucket.parts(self._slice)]

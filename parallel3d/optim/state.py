@@ -1,4 +1,4 @@
-"""The optimizer's memory as nested values, and back: what a worker that comes late takes from another."""
+"""The optimizer's state as nested values, and back: what a worker that joins late copies from another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parallel3d.optim.optimizer import Optimizer
 
 
 class OptimizerState:
-    """Like the `state_dict` of torch's optimizers, by the paths of parameters. Not for one that is sharded."""
+    """Like the `state_dict` of torch's optimizers, by the paths of parameters. Not for a sharded optimizer."""
 
     def __init__(self, optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> None:
         self._optimizer, self._names = optimizer, names
@@ -23,10 +23,10 @@ class OptimizerState:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Into the memory that the optimizer has. Raises LookupError and RuntimeError where it does not fit."""
+        """Copy into the optimizer's own memory. Raises LookupError or RuntimeError where names or shapes don't fit."""
         values = state_dict["values"]
         for part in self._optimizer.state():
             given = values[self._names[part.parameter]]
-            for name, home in part.values.items():
-                home.copy_(given[name])
+            for name, own in part.values.items():
+                own.copy_(given[name])
         self._optimizer.num_steps = int(state_dict["num_steps"])

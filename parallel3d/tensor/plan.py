@@ -1,12 +1,12 @@
-"""Tensor-parallel plans: which modules of a model are cut over the ranks, and how.
+"""Tensor-parallel plans: which modules of a model are sharded over the ranks, and how.
 
-A plan maps patterns of module paths to strategies. `*` in a pattern stands for any one name or a part of it; of several
-patterns that match, the last counts:
+A plan maps patterns of module paths to strategies. `*` in a pattern stands for one name or a part of it; where several
+patterns match a path, the last one counts:
 
     blocks.*.attention.[qkv]   column      some outputs of a Linear
     blocks.*.attention.o       row         some inputs of a Linear
     embedding.tokens, head     vocab       some rows of the vocabulary
-    blocks.3                   replicated  nothing in there is cut
+    blocks.3                   replicated  nothing inside is sharded
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _REPLICATED = "replicated"
 
 
 class TensorPlan:
-    """A plan that fits its model, which is checked when it is made. Raises ConfigError, which names key and module."""
+    """A plan that was checked against its model. Raises ConfigError, which names the key and the module."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class TensorPlan:
         self._model, self._tp = model, tp
         self._key = KEY if plan is not model.plan else "the model's tensor_plan"
         self.modules = dict(model.whole.named_modules(remove_duplicate=False))
-        """By all their paths."""
+        """By path; a module that stands at several paths is here with each."""
         self._found = self._match(plan)
         for path, (pattern, strategy) in self._found.items():
             self._check_module(path, pattern, strategy)
@@ -48,15 +48,15 @@ class TensorPlan:
         self._check_tied()
         self._check_order(layers_per_stage)
         self.sequence = self._find_sequence() if sequence_parallel and tp > 1 else None
-        """The first and the last of the called modules in which each rank has a slice of the sequence."""
+        """With sequence parallelism, the first and the last of the called modules that see a slice of the sequence."""
 
     def strategy(self, path: str) -> str:
-        """Of the module at this path."""
+        """The strategy of the module at this path."""
         return self._found[path][1] if path in self._found else _REPLICATED
 
     @property
     def head(self) -> str | None:
-        """The path of what gives each rank a part of the logits, if something does."""
+        """The path of the vocabulary-parallel head, if there is one."""
         return next((path for path in self._with("vocab") if is_linear(self.modules[path])), None)
 
     def _with(self, strategy: str) -> list[str]:
@@ -65,7 +65,7 @@ class TensorPlan:
     # Patterns.
 
     def _match(self, plan: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-        """Of each path that is cut: the pattern that counts, and its strategy."""
+        """From each path that is sharded to the pattern that counts, and its strategy."""
         found: dict[str, tuple[str, str]] = {}
         for pattern, strategy in plan.items():
             matching = [path for path in self.modules if _matches(pattern, path)]
@@ -91,7 +91,7 @@ class TensorPlan:
     def _refused_plan(self, message: str, remedy: str) -> ConfigProblems:
         return ConfigProblems([Problem(Place(""), self._key, None, message, remedy)])
 
-    # What may be cut.
+    # What may be sharded.
 
     def _check_module(self, path: str, pattern: str, strategy: str) -> None:
         module, name = self.modules[path], _name(path)
@@ -129,7 +129,7 @@ class TensorPlan:
             size = module.num_embeddings
             for option in ("max_norm", "sparse", "scale_grad_by_freq"):
                 if getattr(module, option):
-                    message = f"{path} has {option}, which does not work with some of its rows."
+                    message = f"{path} has {option}, which does not work on a shard of its rows."
                     raise self._refused(pattern, "vocab", message, "Have it replicated.")
         else:
             assert isinstance(module, nn.Linear)
@@ -142,24 +142,24 @@ class TensorPlan:
             raise problem_of_key("parallel.tp", self._tp, message, f"Set it to {size} at most.")
 
     def _check_tied(self) -> None:
-        """What is one parameter has one cut."""
+        """A tied parameter is sharded in one way."""
         for paths in self._model.tied().values():
             strategies = {path.rpartition(".")[0]: self.strategy(path.rpartition(".")[0]) for path in paths}
-            if len({cut_dim(strategy, paths[0].rpartition(".")[2]) for strategy in strategies.values()}) > 1:
+            if len({sharded_dim(strategy, paths[0].rpartition(".")[2]) for strategy in strategies.values()}) > 1:
                 words = " and ".join(f"{path} ({strategy})" for path, strategy in strategies.items())
-                message = f"{words} have one parameter, but are cut in different ways."
+                message = f"{words} share one parameter, but are sharded in different ways."
                 raise self._refused_plan(message, "Give all of them vocab, or have all replicated.")
 
     # How columns and rows follow each other.
 
     def _places(self, strategy: str) -> list[int]:
-        """Of the called modules that have such a module inside."""
+        """The places in the row of called modules that have such a module inside."""
         paths, row = self._with(strategy), self._model.row
         return [place for place, holder in enumerate(row) if any(is_inside(path, holder) for path in paths)]
 
     def _check_order(self, layers_per_stage: Sequence[int]) -> None:
-        """In every stage a row comes after the last column: what goes on from there is whole. (Only whole values are
-        known to be so when gradients of parameters are completed.)"""
+        """In every stage a row comes after the last column, so that a stage's output is replicated: partial gradients
+        are found only between the columns and rows of one stage."""
         row, columns, rows, first = self._model.row, self._places("column"), self._places("row"), 0
         for stage in range(len(layers_per_stage)):
             end = first + len(self._model.paths(layers_per_stage, stage))
@@ -167,12 +167,9 @@ class TensorPlan:
             if own and (not ending or ending[-1] < own[-1]):
                 if any(each >= end for each in rows):
                     message = f"stage {stage} ends between the column in {_name(row[own[-1]])} and its row."
-                    raise problem_of_key(
-                        "pipeline.layers_per_stage", list(layers_per_stage), message, "Cut after the row."
-                    )
-                message = (
-                    f"{_name(row[own[-1]])} has a column, but no row follows: it would give a part of its outputs."
-                )
+                    remedy = "End the stage after the row."
+                    raise problem_of_key("pipeline.layers_per_stage", list(layers_per_stage), message, remedy)
+                message = f"{_name(row[own[-1]])} has a column, but no row follows: its output would stay sharded."
                 raise self._refused_plan(message, "Add a row, or vocab for the last Linear of a model.")
             if ending and (not own or own[0] > ending[0]):
                 message = f"{_name(row[ending[0]])} has a row, but there is no column before it."
@@ -180,14 +177,14 @@ class TensorPlan:
             first = end
 
     def _find_sequence(self) -> tuple[str, str]:
-        """From the first module with a column to the last with a row."""
+        """The first module with a column, and the last with a row."""
         row, columns, rows = self._model.row, self._places("column"), self._places("row")
         if not columns:
             raise problem_of_key(_SEQUENCE_KEY, True, f"{self._key} has no columns and rows.", "Set it to false.")
         for place in self._places("vocab"):
             if columns[0] <= place <= rows[-1]:
-                message = f"{_name(row[place])} has a vocabulary, for which each rank needs the whole sequence, among "
-                message += "columns and rows, for which it has a slice."
+                message = f"{_name(row[place])} has a vocabulary, which needs the whole sequence on each rank, between "
+                message += "columns and rows, which have a slice of it."
                 raise problem_of_key(
                     _SEQUENCE_KEY, True, message, "Have it replicated, or set sequence_parallel to false."
                 )
@@ -195,24 +192,24 @@ class TensorPlan:
         return row[columns[0]], row[rows[-1]]
 
     def _check_tied_over_sequence(self, sliced: Sequence[str]) -> None:
-        """A gradient is a part, or it is whole on every rank; both together can't be told apart afterwards."""
+        """A tied parameter must not get a partial gradient at one place and a whole one at another."""
         for paths in self._model.tied().values():
             owners = [path.rpartition(".")[0] for path in paths]
             if len({_is_in_one_of(owner, sliced) for owner in owners}) > 1:
                 words = " and ".join(map(_name, owners))
-                message = f"{words} have one parameter, but not all of them are among columns and rows."
+                message = f"{words} share one parameter, but not all of them are between columns and rows."
                 raise problem_of_key(_SEQUENCE_KEY, True, message, "Set it to false, or don't tie them.")
 
 
-def cut_dim(strategy: str, name: str) -> int | None:
-    """Along which a parameter of this name is cut; None: not at all."""
+def sharded_dim(strategy: str, name: str) -> int | None:
+    """The dimension along which a parameter of this name is sharded; None if it is replicated."""
     if strategy in ("column", "vocab"):
         return 0
     return 1 if strategy == "row" and name == "weight" else None
 
 
 def is_linear(module: nn.Module) -> bool:
-    """One that does what torch's does: a forward of its own would be lost."""
+    """Whether it is a Linear with torch's own forward; another forward would be lost."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
@@ -221,7 +218,7 @@ def is_embedding(module: nn.Module) -> bool:
 
 
 def is_inside(path: str, place: str) -> bool:
-    """Whether what is at a path is the module at another one, or inside it."""
+    """Whether a path is this place, or inside of it."""
     return not place or path == place or path.startswith(f"{place}.")
 
 
@@ -230,7 +227,7 @@ def _is_in_one_of(path: str, places: Iterable[str]) -> bool:
 
 
 def _matches(pattern: str, path: str) -> bool:
-    """Name by name."""
+    """Whether each name of the path matches that of the pattern."""
     names, wanted = path.split("."), pattern.split(".")
     return len(names) == len(wanted) and all(map(fnmatchcase, names, wanted))
 

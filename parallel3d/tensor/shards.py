@@ -1,4 +1,4 @@
-"""Shards: what each tensor-parallel rank has of a model, as a table and as modules."""
+"""Shards: what each tensor-parallel rank has of a model, as a table and as the modules that replace the whole ones."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from torch import nn
 
 from parallel3d.config.errors import problem_of_key
 from parallel3d.config.findings import near_divisors
+from parallel3d.gradients.finalize import mark_for_sum
 from parallel3d.models.layered import LayeredModel
-from parallel3d.tensor.layers import ColumnLinear, Partners, RowLinear, join_sequence, split_sequence
-from parallel3d.tensor.plan import KEY, TensorPlan, cut_dim, is_inside
-from parallel3d.tensor.sharded import Cut, Sharded, mark_for_sum
+from parallel3d.tensor.layers import ColumnLinear, RowLinear, ShardedModule, ShardSlice
+from parallel3d.tensor.mappings import TPContext, gather_sequence, split_sequence
+from parallel3d.tensor.plan import KEY, TensorPlan, is_inside, sharded_dim
 from parallel3d.tensor.vocabulary import VocabEmbedding, VocabHead
+from parallel3d.torch_internals import parameters_of
 from process_groups.shared_memory.engine_collectives import TensorExchange
 from runtime.errors import InvalidCall
 
@@ -26,31 +28,31 @@ _ATTENTION, _MLP = ("attention", "attn"), ("mlp", "feed_forward", "feedforward",
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A parameter, and how it is cut."""
+class ShardedParameter:
+    """A parameter, and the dimension along which it is sharded."""
 
     name: str
     """In its module."""
-    home: str
-    """Its path in the model; the first one, where it is tied."""
+    path: str
+    """In the model; the first path of a tied parameter."""
     shape: tuple[int, ...]
-    """Of the whole one."""
+    """Of the whole parameter."""
     dim: int | None
-    """Along which it is cut; None: every rank has all of it."""
+    """None: every rank has the whole parameter."""
     tp: int
 
-    def cut(self, rank: int) -> Cut | None:
-        return None if self.dim is None else Cut.of_rank(self.dim, self.shape[self.dim], rank, self.tp)
+    def slice(self, rank: int) -> ShardSlice | None:
+        return None if self.dim is None else ShardSlice.of_rank(self.dim, self.shape[self.dim], rank, self.tp)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        cut = self.cut(rank)
-        return tuple(cut.size if cut and dim == cut.dim else size for dim, size in enumerate(self.shape))
+        own = self.slice(rank)
+        return tuple(own.size if own and dim == own.dim else size for dim, size in enumerate(self.shape))
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A module with parameters of its own, as the ranks share it. Ranks may differ by some rows of the vocabulary:
-    shapes and numbers are the first rank's, which has the most."""
+    """A module with parameters of its own, as one rank has it. Shapes and numbers are the first rank's: where a
+    vocabulary does not divide evenly, the others have fewer rows."""
 
     path: str
     kind: str
@@ -59,9 +61,9 @@ class Shard:
     strategy: str
     """column, row, vocab or replicated."""
     pattern: str | None
-    """What the ranks exchange for it, in forward and backward: AllReduce in one of them, AllGatherThenReduceScatter,
-    ReduceScatterThenAllGather; None: nothing."""
-    parts: tuple[Part, ...]
+    """The collectives of forward and backward: AllReduce (in one of them), AllGatherThenReduceScatter or
+    ReduceScatterThenAllGather; None where there are none."""
+    parameters: tuple[ShardedParameter, ...]
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -75,15 +77,15 @@ class Shard:
     @property
     def num_parameters(self) -> int:
         """On a rank."""
-        return sum(prod(part.local_shape(0)) for part in self.parts)
+        return sum(prod(each.local_shape(0)) for each in self.parameters)
 
     @property
-    def _largest(self) -> Part:
-        return max(self.parts, key=lambda part: prod(part.shape))
+    def _largest(self) -> ShardedParameter:
+        return max(self.parameters, key=lambda each: prod(each.shape))
 
-    def cuts(self, rank: int) -> dict[str, Cut]:
-        """Of the parameters that are cut."""
-        return {part.name: cut for part in self.parts if (cut := part.cut(rank)) is not None}
+    def slices(self, rank: int) -> dict[str, ShardSlice]:
+        """A rank's slices of the parameters that are sharded, by name."""
+        return {each.name: own for each in self.parameters if (own := each.slice(rank)) is not None}
 
 
 @dataclass(frozen=True)
@@ -94,28 +96,30 @@ class Shards:
     tp: int
     num_stages: int
     sequence: tuple[str, str] | None
-    """The first and the last of the called modules in which each rank has a slice of the sequence."""
+    """With sequence parallelism, the first and the last of the called modules that see a slice of the sequence."""
     head: str | None
-    """What gives each rank a part of the logits, if something does."""
+    """The path of the vocabulary-parallel head, if there is one."""
 
     def __iter__(self) -> Iterator[Shard]:
         return iter(self.modules)
 
     def sliced(self, row: Sequence[str]) -> Sequence[str]:
-        """Of the called modules, those in which each rank has a slice of the sequence."""
+        """The modules of this row that see a slice of the sequence."""
         if self.sequence is None:
             return ()
         first, last = map(row.index, self.sequence)
         return row[first : last + 1]
 
-    def logits_cut(self, rank: int) -> Cut | None:
-        """The part of the vocabulary whose logits the model gives on a rank; None: all of it."""
-        return next((each.cuts(rank)["weight"] for each in self if each.path == self.head), None)
+    def logits_slice(self, rank: int) -> ShardSlice | None:
+        """The slice of the vocabulary whose logits a rank has; None: all of it."""
+        return next((each.slices(rank)["weight"] for each in self if each.path == self.head), None)
 
     def num_parameters(self, stages: Sequence[int] | None = None, rank: int = 0) -> int:
-        """Of these stages together on a tensor-parallel rank; a tied parameter counts once."""
+        """Of these stages on a tensor-parallel rank; a tied parameter counts once."""
         wanted = range(self.num_stages) if stages is None else stages
-        shapes = {part.home: part.local_shape(rank) for each in self if each.stage in wanted for part in each.parts}
+        shapes = {
+            each.path: each.local_shape(rank) for shard in self if shard.stage in wanted for each in shard.parameters
+        }
         return sum(map(prod, shapes.values()))
 
 
@@ -127,7 +131,7 @@ def plan_shards(
     sequence_parallel: bool = False,
     layers_per_stage: Sequence[int],
 ) -> Shards:
-    """What a plan makes of a model; nothing is changed. Raises ConfigError, which names the key and the module."""
+    """How a plan shards a model, which is not changed. Raises ConfigError, which names the key and the module."""
     tensor_plan = TensorPlan(model, plan, tp, layers_per_stage, sequence_parallel=sequence_parallel)
     names = model.names()
     shards = [
@@ -135,40 +139,40 @@ def plan_shards(
         for stage in range(len(layers_per_stage))
         for path in _paths_with_parameters(tensor_plan, model.paths(layers_per_stage, stage))
     ]
-    _refuse_cut_heads(model.heads, shards, tp)
+    _refuse_split_heads(model.heads, shards, tp)
     return Shards(tuple(shards), tp, len(layers_per_stage), tensor_plan.sequence, tensor_plan.head)
 
 
-def _refuse_cut_heads(heads: Mapping[str, int], shards: Sequence[Shard], tp: int) -> None:
-    """A rank has whole heads: attention would only see a width, which it cannot cut into heads."""
+def _refuse_split_heads(heads: Mapping[str, int], shards: Sequence[Shard], tp: int) -> None:
+    """Each rank must have whole heads: attention derives their number from the width it sees."""
     for shard in shards:
         for name, number in heads.items() if shard.kind == "attention" and shard.strategy in ("column", "row") else ():
             if number % tp:
                 message = (
-                    f"{shard.path} ({shard.strategy}) cuts heads, but {name}({number}) is no multiple of tp({tp})."
+                    f"{shard.path} ({shard.strategy}) splits heads, but {name}({number}) is no multiple of tp({tp})."
                 )
                 remedy = f"Set tp to {near_divisors(number, tp)}, or have {KEY} replicate attention."
                 raise problem_of_key("parallel.tp", tp, message, remedy)
 
 
 def _paths_with_parameters(plan: TensorPlan, places: Sequence[str]) -> list[str]:
-    """Of each module inside these that has parameters of its own, one path, in the order of places."""
+    """One path for each module inside these places that has parameters of its own, in order."""
     found: dict[int, str] = {}
     for place in places:
         for path, module in plan.modules.items():
-            if is_inside(path, place) and any(each is not None for each in module._parameters.values()):
+            if is_inside(path, place) and any(each is not None for each in parameters_of(module).values()):
                 found.setdefault(id(module), path)
     return list(found.values())
 
 
 def _shard(names: Mapping[int, str], plan: TensorPlan, path: str, stage: int, tp: int) -> Shard:
     module, strategy = plan.modules[path], plan.strategy(path)
-    parts = tuple(
-        Part(name, names[id(each)], tuple(each.shape), cut_dim(strategy, name), tp)
-        for name, each in module._parameters.items()
+    parameters = tuple(
+        ShardedParameter(name, names[id(each)], tuple(each.shape), sharded_dim(strategy, name), tp)
+        for name, each in parameters_of(module).items()
         if each is not None
     )
-    return Shard(path, _kind(path, module), stage, strategy, _pattern(strategy, plan), parts)
+    return Shard(path, _kind(path, module), stage, strategy, _pattern(strategy, plan), parameters)
 
 
 def _pattern(strategy: str, plan: TensorPlan) -> str | None:
@@ -180,7 +184,7 @@ def _pattern(strategy: str, plan: TensorPlan) -> str | None:
 
 
 def _kind(path: str, module: nn.Module) -> str:
-    """By its type, else by what the modules around it are called."""
+    """By the type of the module, else by the names of the modules around it."""
     names = path.lower()
     if "norm" in type(module).__name__.lower():
         return "norm"
@@ -193,31 +197,31 @@ def _kind(path: str, module: nn.Module) -> str:
     return "linear" if isinstance(module, nn.Linear) else "other"
 
 
-def apply_shards(model: LayeredModel, shards: Shards, exchange: TensorExchange) -> Partners | None:
-    """Replace what is cut in `model.whole`, before stages are made of it and before it is materialized. Parameters
-    stay on `meta` or real, tied ones stay tied. What the cut modules have in common; None where tp is 1, which changes
-    nothing."""
+def apply_shards(model: LayeredModel, shards: Shards, exchange: TensorExchange) -> TPContext | None:
+    """Replace modules of `model.whole` by sharded ones; call it before stages are made and before weights are
+    materialized. Parameters stay on `meta` or real, tied ones stay tied. Returns what the sharded modules share; None
+    where tp is 1, which changes nothing."""
     if shards.tp == 1:
         return None
     if exchange.size != shards.tp:
-        raise InvalidCall(f"the shards are for tp = {shards.tp}, but {exchange.size} ranks exchange tensors.")
-    partners, sliced = Partners(exchange), shards.sliced(model.row)
-    _replace(model, shards, partners, sliced)
+        raise InvalidCall(f"the shards are for tp = {shards.tp}, but the exchange has {exchange.size} ranks.")
+    tp, sliced = TPContext(exchange), shards.sliced(model.row)
+    _replace(model, shards, tp, sliced)
     if shards.sequence is not None:
-        _cut_sequence(model, sliced, partners)
-    return partners
+        _shard_sequence(model, sliced, tp)
+    return tp
 
 
-def _replace(model: LayeredModel, shards: Shards, partners: Partners, sliced: Sequence[str]) -> None:
+def _replace(model: LayeredModel, shards: Shards, tp: TPContext, sliced: Sequence[str]) -> None:
     known: dict[int, nn.Parameter] = {}
-    made: dict[int, Sharded] = {}
+    made: dict[int, ShardedModule] = {}
     modules = list(model.whole.named_modules(remove_duplicate=False))
     at = dict(modules)
     for shard in shards:
         module = at[shard.path]
         if shard.strategy != "replicated" and id(module) not in made:
-            cuts_sequence = any(is_inside(shard.path, place) for place in sliced)
-            made[id(module)] = _sharded(shard, module, partners, known, cuts_sequence)
+            sequence_parallel = any(is_inside(shard.path, place) for place in sliced)
+            made[id(module)] = _sharded(shard, module, tp, known, sequence_parallel)
     for path, module in modules:
         if id(module) in made:
             holder, _, name = path.rpartition(".")
@@ -225,45 +229,45 @@ def _replace(model: LayeredModel, shards: Shards, partners: Partners, sliced: Se
 
 
 def _sharded(
-    shard: Shard, module: nn.Module, partners: Partners, known: dict[int, nn.Parameter], cuts_sequence: bool
-) -> Sharded:
-    cuts = shard.cuts(partners.rank)
+    shard: Shard, module: nn.Module, tp: TPContext, known: dict[int, nn.Parameter], sequence_parallel: bool
+) -> ShardedModule:
+    slices = shard.slices(tp.rank)
     if isinstance(module, nn.Embedding):
-        return VocabEmbedding(partners, module, cuts, known, shard.path)
+        return VocabEmbedding(tp, module, slices, known, shard.path)
     kind = {"column": ColumnLinear, "row": RowLinear, "vocab": VocabHead}[shard.strategy]
-    return kind(partners, module, cuts, known, shard.path, cuts_sequence=cuts_sequence)
+    return kind(tp, module, slices, known, shard.path, sequence_parallel=sequence_parallel)
 
 
-def _cut_sequence(model: LayeredModel, sliced: Sequence[str], partners: Partners) -> None:
-    model.module(sliced[0]).register_forward_pre_hook(partial(_split_first, partners, sliced[0]), with_kwargs=True)
-    model.module(sliced[-1]).register_forward_hook(partial(_join_first, partners))
+def _shard_sequence(model: LayeredModel, sliced: Sequence[str], tp: TPContext) -> None:
+    model.module(sliced[0]).register_forward_pre_hook(partial(_split_first, tp, sliced[0]), with_kwargs=True)
+    model.module(sliced[-1]).register_forward_hook(partial(_gather_first, tp))
     for path in sliced:
         for module in model.module(path).modules():
-            if not isinstance(module, Sharded):  # those see the whole sequence
+            if not isinstance(module, ShardedModule):  # those see the whole sequence
                 for parameter in module.parameters(recurse=False):
                     mark_for_sum(parameter)
 
 
-def _split_first(partners: Partners, path: str, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Of what a module is given, the first are the values that have a sequence; the others stay as they are."""
+def _split_first(tp: TPContext, path: str, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Split the first argument, the hidden states; the others stay as they are."""
     if not args:
         name, values = next(iter(kwargs.items()))
-        return (), {**kwargs, name: _split(partners, path, values)}
+        return (), {**kwargs, name: _split(tp, path, values)}
     values, *others = args
-    return (_split(partners, path, values), *others), kwargs
+    return (_split(tp, path, values), *others), kwargs
 
 
-def _split(partners: Partners, path: str, values: torch.Tensor) -> torch.Tensor:
-    if values.dim() < 3 or values.shape[1] % partners.size:
+def _split(tp: TPContext, path: str, values: torch.Tensor) -> torch.Tensor:
+    if values.dim() < 3 or values.shape[1] % tp.size:
         raise InvalidCall(
-            f"parallel.sequence_parallel cuts dimension 1 of what {path} is given into {partners.size} slices, but "
-            f"that is {tuple(values.shape)}. Set it to false, or give samples of another length."
+            f"parallel.sequence_parallel splits dimension 1 of the input of {path} into {tp.size} slices, but the "
+            f"input is {tuple(values.shape)}. Set it to false, or give samples of another length."
         )
-    return split_sequence(values, partners)
+    return split_sequence(values, tp)
 
 
-def _join_first(partners: Partners, _: nn.Module, args: Any, output: Any) -> Any:
+def _gather_first(tp: TPContext, _: nn.Module, args: Any, output: Any) -> Any:
     if isinstance(output, torch.Tensor):
-        return join_sequence(output, partners)
+        return gather_sequence(output, tp)
     values, *others = output
-    return (join_sequence(values, partners), *others)
+    return (gather_sequence(values, tp), *others)

@@ -1,7 +1,7 @@
-"""A vocabulary cut over tensor-parallel ranks: embedding, head, and the cross-entropy of logits that nobody gathers.
+"""Vocabulary-parallel embedding, head and cross-entropy: the logits are never gathered.
 
-Each rank has the rows of some tokens, and the head gives it those tokens' logits. A vocabulary that does not divide is
-cut unevenly.
+Each rank has the rows of some tokens, and the head gives it those tokens' logits. A vocabulary that does not divide
+evenly gives the first ranks one row more.
 """
 
 from __future__ import annotations
@@ -12,46 +12,37 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
-from parallel3d.gradients.deferred import add_at_rows, anchor, later, lean_apply
-from parallel3d.tensor.layers import ColumnLinear, Partners, look_inside
-from parallel3d.tensor.sharded import Cut, Sharded
+from parallel3d.gradients.deferred import add_at_rows, anchor, defer_weight_grad
+from parallel3d.models.losses import IGNORED
+from parallel3d.tensor.layers import ColumnLinear, ShardedModule, ShardSlice, reduce_partial_grads
+from parallel3d.tensor.mappings import TPContext
+from parallel3d.torch_internals import lean_apply
 from process_groups.shared_memory.engine_collectives import Outcome, TensorExchange
 from runtime.errors import InvalidCall
 
-IGNORED = -100
-"""A target that does not count."""
-
-
-def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The sum over the targets that are not ignored. The last dimension of the logits is the vocabulary."""
-    return functional.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=IGNORED, reduction="sum"
-    )
-
 
 def vocab_cross_entropy(
-    local_logits: torch.Tensor, targets: torch.Tensor, cut: Cut, partners: Partners
+    local_logits: torch.Tensor, targets: torch.Tensor, own: ShardSlice, tp: TPContext
 ) -> torch.Tensor:
-    """The same of this rank's logits, which are the `cut` of the vocabulary; on every rank the sum of all. One small
-    exchange: of each target the largest logit, the sum of powers and the target's own."""
-    _check_numbers("target", targets, cut.whole_size, IGNORED)
+    """`cross_entropy_sum` of sharded logits, the same on every rank; `own` is this rank's slice of the vocabulary. For
+    each target, ranks exchange three numbers: the largest logit, the sum of exponentials, and the target's logit."""
+    _check_tokens("target", targets, own.whole_size, IGNORED)
     if local_logits.requires_grad:
-        look_inside(local_logits, "the loss", partners)
-    return _apply_cross_entropy(local_logits, targets, cut, partners.exchange)
+        reduce_partial_grads(local_logits, "the loss", tp)
+    return _apply_cross_entropy(local_logits, targets, own, tp.exchange)
 
 
-def gather_logits(local_logits: torch.Tensor, cut: Cut, partners: Partners) -> torch.Tensor:
-    """All logits, on every rank, for a loss that is not made for a part of them; every rank computes it."""
+def gather_logits(local_logits: torch.Tensor, own: ShardSlice, tp: TPContext) -> torch.Tensor:
+    """All logits, on every rank: for a loss that cannot be computed from sharded ones. Every rank computes it."""
     if local_logits.requires_grad:
-        look_inside(local_logits, "the loss", partners)
-    return _apply_gather(local_logits, cut, partners.exchange)
+        reduce_partial_grads(local_logits, "the loss", tp)
+    return _apply_gather(local_logits, own, tp.exchange)
 
 
-def _check_numbers(what: str, numbers: torch.Tensor, vocabulary: int, ignored: int | None = None) -> None:
-    """A number that no rank has would be taken for one that another rank has."""
-    if numbers.device.type != "cpu" or not numbers.numel():  # elsewhere a look would wait for all that is queued
+def _check_tokens(what: str, numbers: torch.Tensor, vocabulary: int, ignored: int | None = None) -> None:
+    """Refuse numbers outside of the vocabulary: each rank would take them for another rank's."""
+    if numbers.device.type != "cpu" or not numbers.numel():  # on a GPU it would wait for all queued kernels
         return
     low, high = map(int, torch.aminmax(numbers))
     if low < 0 and low == ignored:
@@ -67,88 +58,89 @@ def _check_numbers(what: str, numbers: torch.Tensor, vocabulary: int, ignored: i
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, cut: Cut, exchange: TensorExchange
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, own: ShardSlice, exchange: TensorExchange
     ) -> torch.Tensor:
         ctx.shape, ctx.dtype = logits.shape, logits.dtype
         if logits.dtype.itemsize < 4:  # as autocast does
             logits = logits.float()
-        logits, targets = logits.reshape(-1, cut.size), targets.reshape(-1)
+        logits, targets = logits.reshape(-1, own.size), targets.reshape(-1)
         counts = targets != IGNORED
-        local, is_here = _local(targets, cut)
+        local, is_here = _local(targets, own)
         local = local.unsqueeze(-1)
-        room = exchange.room((1, 3, len(targets)), logits.dtype)
-        highest, total, own = room[0]
+        buffer = exchange.room((1, 3, len(targets)), logits.dtype)
+        highest, total, target_logit = buffer[0]
         torch.amax(logits, -1, out=highest)
-        highest.clamp_(min=torch.finfo(highest.dtype).min)  # of a slice that is masked out, all minus infinity
-        powers = torch.sub(logits, highest.unsqueeze(-1)).exp_()
-        torch.sum(powers, -1, out=total)
-        own.copy_(logits.gather(-1, local).squeeze(-1)).masked_fill_(~is_here, 0)  # not times 0: it may be infinite
+        highest.clamp_(min=torch.finfo(highest.dtype).min)  # a shard whose logits are all masked has only -inf
+        exponentials = torch.sub(logits, highest.unsqueeze(-1)).exp_()
+        torch.sum(exponentials, -1, out=total)
+        # Masked and not multiplied by 0: the logit may be infinite.
+        target_logit.copy_(logits.gather(-1, local).squeeze(-1)).masked_fill_(~is_here, 0)
         exchange.post(Outcome.JOINED)
-        highest_of, total_of, own_of = exchange.result().unbind(1)
+        highest_of, total_of, target_logit_of = exchange.result().unbind(1)
         highest = highest_of.amax(0)
         scales = (highest_of - highest).exp_()
         total = (total_of * scales).sum(0)
         if ctx.needs_input_grad[0]:
-            ctx.kept = powers, scales[exchange.rank].div_(total).mul_(counts), local, is_here
-        losses = total.log().add_(highest).sub_(own_of.sum(0))
+            ctx.kept = exponentials, scales[exchange.rank].div_(total).mul_(counts), local, is_here
+        losses = total.log().add_(highest).sub_(target_logit_of.sum(0))
         return losses.masked_fill_(~counts, 0).sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         if ctx.kept is None:
-            raise RuntimeError("a second backward through the cross-entropy: what it needs was overwritten.")
-        powers, shares, local, is_here = ctx.kept
+            raise RuntimeError("a second backward through the cross-entropy: the first one has overwritten its values.")
+        exponentials, shares, local, is_here = ctx.kept
         ctx.kept = None
-        # In place: the powers are as large as the logits, and of no use afterwards.
-        of_logits = powers.mul_((shares * gradient).unsqueeze(-1))
-        of_logits.scatter_add_(-1, local, (is_here * -gradient).to(powers.dtype).unsqueeze(-1))
+        # In place: the exponentials are as large as the logits, and not needed afterwards.
+        of_logits = exponentials.mul_((shares * gradient).unsqueeze(-1))
+        of_logits.scatter_add_(-1, local, (is_here * -gradient).to(exponentials.dtype).unsqueeze(-1))
         return of_logits.view(ctx.shape).to(ctx.dtype), None, None, None
 
 
-def _local(numbers: torch.Tensor, cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows on this rank, 0 for what is not here; and what is here."""
-    local = numbers - cut.start
-    is_here = (local >= 0) & (local < cut.size)
+def _local(numbers: torch.Tensor, own: ShardSlice) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of these tokens on this rank, 0 for those of other ranks; and which are on this rank."""
+    local = numbers - own.start
+    is_here = (local >= 0) & (local < own.size)
     return local.mul_(is_here), is_here
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, cut: Cut, exchange: TensorExchange) -> torch.Tensor:
-        ctx.cut = Cut(logits.dim() - 1, cut.start, cut.stop, cut.whole_size)
-        cuts = [Cut.of_rank(0, cut.whole_size, rank, exchange.size) for rank in range(exchange.size)]
-        # All parts have the room of the largest, which is the first.
-        exchange.room((*logits.shape[:-1], cuts[0].size), logits.dtype)[..., : cut.size] = logits
+    def forward(ctx: Any, logits: torch.Tensor, own: ShardSlice, exchange: TensorExchange) -> torch.Tensor:
+        ctx.slice = ShardSlice(logits.dim() - 1, own.start, own.stop, own.whole_size)
+        slices = [ShardSlice.of_rank(0, own.whole_size, rank, exchange.size) for rank in range(exchange.size)]
+        # Every rank sends as much as the first, which has the largest shard.
+        exchange.room((*logits.shape[:-1], slices[0].size), logits.dtype)[..., : own.size] = logits
         exchange.post(Outcome.JOINED, logits.dim() - 1)
         joined = exchange.result()
-        if all(each.size == cuts[0].size for each in cuts):
+        if all(each.size == slices[0].size for each in slices):
             return joined
-        parts = joined.chunk(len(cuts), -1)
-        return torch.cat([part[..., : each.size] for part, each in zip(parts, cuts, strict=True)], -1)
+        parts = joined.chunk(len(slices), -1)
+        return torch.cat([part[..., : each.size] for part, each in zip(parts, slices, strict=True)], -1)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.cut.of(gradient), None, None
+        return ctx.slice.of(gradient), None, None
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, anchor: torch.Tensor | None, module: VocabEmbedding) -> torch.Tensor:
-        weight, partners = module.weight, module.partners
-        local, is_here = _local(tokens.reshape(-1), module.cut)
+        weight, tp = module.weight, module.tp
+        local, is_here = _local(tokens.reshape(-1), module.shard_slice)
         ctx.save_for_backward(local, is_here)
         ctx.module = module
-        room = partners.room((*tokens.shape, weight.shape[1]), weight.dtype)
-        rows = room.view(-1, weight.shape[1])
+        buffer = tp.buffer((*tokens.shape, weight.shape[1]), weight.dtype)
+        rows = buffer.view(-1, weight.shape[1])
         torch.index_select(weight, 0, local, out=rows)
         rows.masked_fill_(~is_here.unsqueeze(-1), 0)
-        partners.post_sum(cuts_sequence=False)
-        return partners.exchange.result()
+        tp.post_sum(sequence_parallel=False)
+        return tp.exchange.result()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
         local, is_here = ctx.saved_tensors
-        later(partial(_add_embedding, ctx.module, local, is_here, gradient))
+        defer_weight_grad(partial(_add_embedding, ctx.module, local, is_here, gradient))
         return None, None, None
 
 
@@ -163,35 +155,35 @@ _apply_cross_entropy, _apply_gather = lean_apply(_CrossEntropy), lean_apply(_Gat
 _apply_embedding = lean_apply(_Embedding)
 
 
-class VocabEmbedding(Sharded):
-    """The rows of some tokens; gives all tokens' rows on every rank."""
+class VocabEmbedding(ShardedModule):
+    """The rows of some tokens of an Embedding; the output is complete on every rank."""
 
     weight: nn.Parameter
 
     def __init__(
         self,
-        partners: Partners,
+        tp: TPContext,
         whole: nn.Embedding,
-        cuts: Mapping[str, Cut],
+        slices: Mapping[str, ShardSlice],
         known: dict[int, nn.Parameter] | None = None,
         path: str = "",
     ) -> None:
-        super().__init__(whole, cuts, known, path)
-        self.partners, self.cut = partners, self.cuts["weight"]
+        super().__init__(whole, slices, known, path)
+        self.tp, self.shard_slice = tp, self.slices["weight"]
         padding = whole.padding_idx
-        is_here = padding is not None and self.cut.start <= padding < self.cut.stop
-        self.padding = padding - self.cut.start if padding is not None and is_here else None
-        """The row, if it is here, that never gets a gradient."""
+        is_here = padding is not None and self.shard_slice.start <= padding < self.shard_slice.stop
+        self.padding = padding - self.shard_slice.start if padding is not None and is_here else None
+        """The row that never gets a gradient, if this rank has it."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        _check_numbers("token", tokens, self.cut.whole_size)
+        _check_tokens("token", tokens, self.shard_slice.whole_size)
         needs_backward = self.weight.requires_grad and torch.is_grad_enabled()
         return _apply_embedding(tokens, anchor() if needs_backward else None, self)
 
 
 class VocabHead(ColumnLinear):
-    """Gives the logits of this rank's tokens."""
+    """The logits of this rank's tokens."""
 
     @property
-    def cut(self) -> Cut:
-        return self.cuts["weight"]
+    def shard_slice(self) -> ShardSlice:
+        return self.slices["weight"]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from parallel3d.models.losses import OwnLoss
 from parallel3d.seeding import OwnNumbers, RankNumbers, seed_from_now_on, seed_of
-from parallel3d.tensor.layers import is_cut
+from parallel3d.tensor.layers import is_column_sharded
+from parallel3d.torch_internals import DropoutNd
 from parallel3d.training.rank_model import RankModel
 
 _NEVER_DRAW = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.ModuleList, nn.Sequential)
@@ -27,7 +27,7 @@ def _may_draw(model: RankModel) -> bool:
     modules = (module for stage in model.stages.values() for module in stage.module.modules())
     return isinstance(model.loss, OwnLoss) or any(
         module.p > 0
-        if isinstance(module, _DropoutNd)
+        if isinstance(module, DropoutNd)
         else type(module) not in _NEVER_DRAW and not type(module).__module__.startswith("parallel3d.")
         for module in modules
     )
@@ -56,10 +56,10 @@ def _seed_dropout(model: RankModel) -> None:
 def _drop_apart_in_cut_features(model: RankModel) -> None:
     """Only in Dropout modules: dropout inside of another function, such as attention, can't be told from dropout of
     whole values in the same module."""
-    if model.partners is None:
+    if model.tp_context is None:
         return
-    numbers = RankNumbers(model.mesh.tp.rank, model.mesh.world.device, is_cut)
+    numbers = RankNumbers(model.mesh.tp.rank, model.mesh.world.device, is_column_sharded)
     for stage in model.stages.values():
         for module in stage.module.modules():
-            if isinstance(module, _DropoutNd) and module.p > 0:
+            if isinstance(module, DropoutNd) and module.p > 0:
                 numbers.give_to(module)

@@ -6,7 +6,7 @@ import json
 
 import torch
 
-from parallel3d.tensor.sharded import Cut
+from parallel3d.tensor.layers import ShardSlice
 from parallel3d.training.rank_model import RankModel
 from process_groups.group import Group
 
@@ -19,7 +19,7 @@ async def gather_weights(model: RankModel) -> dict[str, torch.Tensor] | None:
     mine = {}
     for shard in model.shards.values():
         weights = shard.parameter.detach()
-        whole = weights if shard.cut is None else await _joined(weights, shard.cut, mesh.tp)
+        whole = weights if shard.slice is None else await _joined(weights, shard.slice, mesh.tp)
         if shard.owners[0] == mesh.pp.rank:
             mine[shard.name] = whole.clone()
     if mesh.coords.tp:
@@ -32,9 +32,9 @@ async def gather_weights(model: RankModel) -> dict[str, torch.Tensor] | None:
     return {name: mine[name] for name, _ in model.blueprint.model.whole.named_parameters()}
 
 
-async def _joined(weights: torch.Tensor, cut: Cut, tp: Group) -> torch.Tensor:
+async def _joined(weights: torch.Tensor, cut: ShardSlice, tp: Group) -> torch.Tensor:
     """From all tensor-parallel ranks. Sizes may differ by one, so every slice is padded to the largest."""
-    sizes = [Cut.of_rank(cut.dim, cut.whole_size, rank, tp.size).size for rank in range(tp.size)]
+    sizes = [ShardSlice.of_rank(cut.dim, cut.whole_size, rank, tp.size).size for rank in range(tp.size)]
     first = weights.movedim(cut.dim, 0)
     padded = first.new_zeros((1, max(sizes), *first.shape[1:]))
     padded[0, : len(first)] = first

@@ -24,8 +24,8 @@ from parallel3d.pipeline.schedules.table import Table
 from parallel3d.pipeline.stage import Stage
 from parallel3d.planning.blueprint import Blueprint, draw, table_of
 from parallel3d.rank_mesh import Mesh
-from parallel3d.tensor.layers import Partners
-from parallel3d.tensor.sharded import Cut, cut_of
+from parallel3d.tensor.layers import ShardSlice, shard_slice_of
+from parallel3d.tensor.mappings import TPContext
 from parallel3d.tensor.shards import apply_shards
 from parallel3d.tensor.vocabulary import gather_logits, vocab_cross_entropy
 from process_groups.shared_memory.engine_collectives import TensorExchange
@@ -43,7 +43,7 @@ class NamedShard(NamedTuple):
     name: str
     """Its path in the whole model."""
     parameter: nn.Parameter
-    cut: Cut | None
+    slice: ShardSlice | None
     """Which slice of the whole parameter it is; None if it is not split over tensor-parallel ranks."""
     owners: tuple[int, ...]
     """The pipeline ranks that have it: several for a tied parameter, such as an embedding that is also the head."""
@@ -59,7 +59,7 @@ class RankModel:
     stages: dict[int, Stage]
     shards: dict[nn.Parameter, NamedShard]
     """Every parameter of this rank once, in the order of its stages."""
-    partners: Partners | None
+    tp_context: TPContext | None
     """Shared by the modules that are split over tensor-parallel ranks; None with a single one."""
     loss: StepLoss
     reducer: GradientSync
@@ -83,7 +83,7 @@ class RankModel:
         def counts_in_norm(parameter: nn.Parameter) -> bool:
             """Whether this rank is the one of its replica that counts the parameter."""
             shard = made.shards[parameter]
-            return (mesh.tp.rank == 0 or shard.cut is not None) and shard.owners[0] == mesh.pp.rank
+            return (mesh.tp.rank == 0 or shard.slice is not None) and shard.owners[0] == mesh.pp.rank
 
         return cls(
             config=config,
@@ -91,8 +91,8 @@ class RankModel:
             blueprint=blueprint,
             stages=made.stages,
             shards=made.shards,
-            partners=made.partners,
-            loss=_loss(config, mesh, blueprint, made.partners),
+            tp_context=made.tp_context,
+            loss=_loss(config, mesh, blueprint, made.tp_context),
             reducer=reducer,
             optimizer=Optimizer(config.optimizer, reducer, mesh, counts_in_norm),
         )
@@ -141,10 +141,10 @@ class RankModel:
     @property
     def exchange(self) -> TensorExchange | None:
         """With tensor-parallel peers; None without any."""
-        return None if self.partners is None else self.partners.exchange
+        return None if self.tp_context is None else self.tp_context.exchange
 
     def _collective_seconds(self) -> float:
-        return 0.0 if self.partners is None else self.partners.exchange.waited
+        return 0.0 if self.tp_context is None else self.tp_context.exchange.waited
 
 
 async def _timed_split(config: RunConfig, mesh: Mesh, sample: Sample) -> list[int] | None:
@@ -167,13 +167,13 @@ def _time_layers(config: RunConfig, inputs: Any) -> tuple[int, ...]:
 class _Made(NamedTuple):
     stages: dict[int, Stage]
     shards: dict[nn.Parameter, NamedShard]
-    partners: Partners | None
+    tp_context: TPContext | None
 
 
 def _materialize(blueprint: Blueprint, config: RunConfig, mesh: Mesh, exchange: TensorExchange | None) -> _Made:
     """Give this rank's stages their memory and first values; the other stages stay on `meta`."""
     model, table = blueprint.model, blueprint.table
-    partners = None if exchange is None else apply_shards(model, blueprint.shards, exchange)
+    tp_context = None if exchange is None else apply_shards(model, blueprint.shards, exchange)
     mine = table.stages_of_rank(mesh.pp.rank)
     owners = dict(_shared_over_ranks(blueprint))
     modules = {path: module for stage in mine for path, module in _modules(blueprint, stage)}
@@ -187,8 +187,8 @@ def _materialize(blueprint: Blueprint, config: RunConfig, mesh: Mesh, exchange: 
     names, shards = model.names(), dict[nn.Parameter, NamedShard]()
     for parameter in (each for stage in stages.values() for each in stage.module.parameters()):
         name = names[id(parameter)]
-        shards[parameter] = NamedShard(name, parameter, cut_of(parameter), owners.get(name, (mesh.pp.rank,)))
-    return _Made(stages, shards, partners)
+        shards[parameter] = NamedShard(name, parameter, shard_slice_of(parameter), owners.get(name, (mesh.pp.rank,)))
+    return _Made(stages, shards, tp_context)
 
 
 def _modules(blueprint: Blueprint, stage: int) -> Iterator[tuple[str, nn.Module]]:
@@ -209,16 +209,16 @@ def _shared_over_ranks(blueprint: Blueprint) -> Iterator[tuple[str, tuple[int, .
             yield first, tuple(ranks)
 
 
-def _loss(config: RunConfig, mesh: Mesh, blueprint: Blueprint, partners: Partners | None) -> StepLoss:
+def _loss(config: RunConfig, mesh: Mesh, blueprint: Blueprint, tp_context: TPContext | None) -> StepLoss:
     """The configured one, for logits that may be split over tensor-parallel ranks."""
-    cut = blueprint.shards.logits_cut(mesh.tp.rank)
-    if cut is None or partners is None:
+    cut = blueprint.shards.logits_slice(mesh.tp.rank)
+    if cut is None or tp_context is None:
         return make_loss(config.model.loss)
 
     def of_cut(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return vocab_cross_entropy(logits, targets, cut, partners)
+        return vocab_cross_entropy(logits, targets, cut, tp_context)
 
-    return make_loss(config.model.loss, of_cut, lambda logits: gather_logits(logits, cut, partners))
+    return make_loss(config.model.loss, of_cut, lambda logits: gather_logits(logits, cut, tp_context))
 
 
 def _reducer(config: RunConfig, mesh: Mesh, table: Table, made: _Made, recorder: Recorder | None) -> GradientSync:
@@ -235,5 +235,5 @@ def _reducer(config: RunConfig, mesh: Mesh, table: Table, made: _Made, recorder:
         late=late.parameters,
         settle_late=late.settle,
     )
-    late.pieces = reducer.flat_late(late.of_sequences)
+    late.flat_grads = reducer.flat_late(late.sequence_parallel)
     return reducer

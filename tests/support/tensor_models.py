@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from parallel3d.gradients.deferred import split_weight_gradients
+from parallel3d.gradients.finalize import needs_tp_sum
 from parallel3d.models.build import reset_parameters
 from parallel3d.models.layered import LayeredModel
-from parallel3d.tensor.layers import Partners
-from parallel3d.tensor.sharded import cut_of, needs_tp_sum
+from parallel3d.models.losses import cross_entropy_sum
+from parallel3d.tensor.layers import shard_slice_of
+from parallel3d.tensor.mappings import TPContext
 from parallel3d.tensor.shards import Shards, apply_shards, plan_shards
-from parallel3d.tensor.vocabulary import cross_entropy_sum, gather_logits, vocab_cross_entropy
+from parallel3d.tensor.vocabulary import gather_logits, vocab_cross_entropy
 from process_groups.shared_memory.engine_collectives import TensorExchange
 
 WIDTH, HEAD, VOCABULARY = 12, 4, 17
@@ -118,33 +120,33 @@ def batch(number: int = 0, length: int = 12) -> tuple[torch.Tensor, torch.Tensor
 
 
 class CutModel:
-    """A model as one rank has it."""
+    """A sharded model, as one rank has it."""
 
     def __init__(self, model: LayeredModel, exchange: TensorExchange, *, sequence_parallel: bool = False) -> None:
         self.model, self.layers = model, (len(model.layers),)
         self.shards: Shards = plan_shards(
             model, model.plan, exchange.size, sequence_parallel=sequence_parallel, layers_per_stage=self.layers
         )
-        partners = apply_shards(model, self.shards, exchange)
-        assert partners is not None
-        self.partners: Partners = partners
+        tp = apply_shards(model, self.shards, exchange)
+        assert tp is not None
+        self.tp: TPContext = tp
         self.stage = model.stage(self.layers, 0)
         split_weight_gradients(self.stage)
 
     def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        cut = self.shards.logits_cut(self.partners.rank)
+        cut = self.shards.logits_slice(self.tp.rank)
         assert cut is not None
-        return vocab_cross_entropy(logits, targets, cut, self.partners)
+        return vocab_cross_entropy(logits, targets, cut, self.tp)
 
     def gathered_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        cut = self.shards.logits_cut(self.partners.rank)
+        cut = self.shards.logits_slice(self.tp.rank)
         assert cut is not None
-        return cross_entropy_sum(gather_logits(logits, cut, self.partners), targets)
+        return cross_entropy_sum(gather_logits(logits, cut, self.tp), targets)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Complete ones, by the paths of parameters."""
         return {
-            name: self.partners.added_up(each.grad) if needs_tp_sum(each) else each.grad
+            name: self.tp.all_reduce(each.grad) if needs_tp_sum(each) else each.grad
             for name, each in self.model.whole.named_parameters()
             if each.grad is not None
         }
@@ -168,7 +170,7 @@ def check_equal(
     parameters, found = dict(cut.model.whole.named_parameters()), cut.gradients()
     assert found.keys() == expected[1].keys()
     for name, gradient in found.items():
-        own = cut_of(parameters[name])
+        own = shard_slice_of(parameters[name])
         wanted = expected[1][name] if own is None else own.of(expected[1][name])
         torch.testing.assert_close(
             gradient, wanted, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
@@ -178,7 +180,7 @@ def check_equal(
 def check_model(
     exchange: TensorExchange, model: LayeredModel, expected: tuple[float, Mapping[str, torch.Tensor]], **options: Any
 ) -> CutModel:
-    """Cut a copy of this model and compare."""
+    """Shard a copy of this model and compare."""
     cut = CutModel(copy.deepcopy(model), exchange, **options)
     tokens, targets = batch()
     loss = cut.loss(cut.stage(tokens), targets)

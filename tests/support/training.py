@@ -12,7 +12,7 @@ from torch.nn import functional
 from parallel3d.config import RunConfig, load_config
 from parallel3d.models.build import build_model
 from parallel3d.models.materialize import materialize
-from parallel3d.tensor.sharded import cut_of
+from parallel3d.tensor.layers import shard_slice_of
 from parallel3d.training.coordinator import Coordinator
 
 STEPS, SEQUENCE, VOCABULARY = 5, 8, 37
@@ -176,7 +176,7 @@ async def check_dropout(tp: int, *, sequence_parallel: bool) -> None:
         for step in range(2):
             await coordinator.train_step(whole_batch(coordinator.config, step))
         for parameter, name in coordinator._model.names.items():
-            if cut_of(parameter) is None:
+            if shard_slice_of(parameter) is None:
                 every = await coordinator.mesh.tp.all_gather(parameter.detach().clone().unsqueeze(0))
                 assert (every == every[0]).all(), name
 

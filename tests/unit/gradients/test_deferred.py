@@ -1,4 +1,4 @@
-"""Weight gradients that wait give the same values, later, and once."""
+"""Deferred weight gradients have the same values, come later, and are computed once."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from parallel3d.gradients.deferred import (
     add_product,
     add_rows,
     add_to_gradient,
-    autograd_was_there,
     cast_weight,
     collecting,
-    later,
+    defer_weight_grad,
+    on_autograd_grad,
     split_weight_gradients,
 )
 from runtime.errors import InvalidCall
@@ -111,7 +111,7 @@ def test_a_function_of_the_users_own_runs_once():
                 runs.append("weight")
                 factor.grad = (gradient * values).sum()
 
-            later(weight)
+            defer_weight_grad(weight)
             return gradient * factor, None
 
     values, factor = torch.ones(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
@@ -194,9 +194,9 @@ def test_what_cannot_wait_is_finished_at_once(mode):
 def give_homes(module: nn.Module) -> list[torch.Tensor]:
     """Full of what is not to be added to."""
     for each in module.parameters():
-        each.gradient_home = torch.full_like(each, torch.nan)
-        each.register_post_accumulate_grad_hook(autograd_was_there)
-    return [each.gradient_home for each in module.parameters()]
+        each.main_grad = torch.full_like(each, torch.nan)
+        each.register_post_accumulate_grad_hook(on_autograd_grad)
+    return [each.main_grad for each in module.parameters()]
 
 
 @pytest.mark.parametrize("is_split", [False, True])
@@ -259,7 +259,7 @@ def test_every_way_to_add():
         for home in (None, torch.full(shape, torch.nan)):
             parameter, told = nn.Parameter(torch.zeros(shape)), []
             if home is not None:
-                parameter.gradient_home, parameter.on_gradient = home, told.append
+                parameter.main_grad, parameter.on_gradient = home, told.append
             for number in (1, 2):
                 add(parameter)
                 assert (parameter.grad.dtype, parameter.grad is home) == (torch.float32, home is not None)

@@ -12,7 +12,7 @@ from torch import nn
 
 import parallel3d
 from parallel3d.gradients.buckets import fill, matrices_first
-from parallel3d.gradients.deferred import collecting, later, split_weight_gradients
+from parallel3d.gradients.deferred import collecting, defer_weight_grad, split_weight_gradients
 from parallel3d.gradients.reducer import GradientSync
 from runtime.errors import GroupClosed, InvalidCall, PeerLost
 from tests.support.replicas import (
@@ -81,8 +81,8 @@ async def test_where_everything_lies(dp):
                 of_weight, of_gradient = bucket.flat_weights[start:], bucket.flat_gradients[start:]
                 assert (start * each.element_size()) % 64 == 0
                 assert each.numel() == 0 or of_weight.data_ptr() == each.data_ptr()
-                assert each.numel() == 0 or of_gradient.data_ptr() == each.gradient_home.data_ptr()
-                assert each.gradient_home.shape == each.shape
+                assert each.numel() == 0 or of_gradient.data_ptr() == each.main_grad.data_ptr()
+                assert each.main_grad.shape == each.shape
         assert all(torch.equal(a, b) for a, b in zip(given, values, strict=True))
         assert all(each.is_leaf and each.requires_grad for each in given)
 
@@ -98,13 +98,13 @@ async def test_a_single_replica_leaves_everything_where_it_is():
         where = [each.data_ptr() for each in given]
         sync = GradientSync(mesh, {4: [*given, turned]}, [4], bucket_bytes=1 << 20, late=given[:1])
         assert [each.data_ptr() for each in given[1:]] == where[1:]
-        assert [each.gradient_home for each in given[1:]] == [None] * 4
-        assert sync.flat_late(given[:1])[0].data_ptr() == given[0].gradient_home.data_ptr()
+        assert [each.main_grad for each in given[1:]] == [None] * 4
+        assert sync.flat_late(given[:1])[0].data_ptr() == given[0].main_grad.data_ptr()
         sync.begin()
         (turned.exp().sum() + given[0].sum()).backward()
         sync.stage_done(4)
         await sync.finish()
-        assert given[0].grad is given[0].gradient_home
+        assert given[0].grad is given[0].main_grad
         assert all(each.grad.is_contiguous() and not each.grad.any() for each in given[1:])
         assert torch.equal(turned.grad, turned.exp())
         assert turned.is_contiguous()
@@ -115,23 +115,23 @@ async def test_a_single_replica_leaves_everything_where_it_is():
 async def test_what_cannot_be_laid_out():
     async def main(mesh):
         cases = [
-            (nn.Parameter(torch.zeros(2, dtype=torch.complex64)), r"^a parameter \(2,\) of torch.complex64 can't be "),
+            (nn.Parameter(torch.zeros(2, dtype=torch.complex64)), r"^a parameter \(2,\) of torch.complex64 cannot be "),
             (nn.Parameter(torch.zeros(2, device="meta")), "is on meta, but the mesh is on cpu; move the model there"),
         ]
         for wrong, text in cases:
             with pytest.raises(InvalidCall, match=text):
                 GradientSync(mesh, {0: [wrong]}, [0], bucket_bytes=1 << 20)
         one = parameter(3)
-        with pytest.raises(InvalidCall, match=r"lies in another one's memory; tie them by having one parameter"):
+        with pytest.raises(InvalidCall, match=r"shares memory with another one; to tie them, use one parameter"):
             GradientSync(mesh, {0: [one, nn.Parameter(one.data)]}, [0], bucket_bytes=1 << 20)
-        with pytest.raises(InvalidCall, match=r"^the stages \[0, 1\] are given, but the order \[1\]\.$"):
+        with pytest.raises(InvalidCall, match=r"^order = \[1\], but the stages are \[0, 1\]: give each once\.$"):
             GradientSync(mesh, {0: [], 1: []}, [1], bucket_bytes=1 << 20)
         sync = GradientSync(mesh, {0: [parameter(3)], 1: []}, [1, 0], bucket_bytes=1 << 20)
         with pytest.raises(InvalidCall, match=r"^finish: no step is under way\.$"):
             await sync.finish()
         sync.begin()
         sync.stage_done(1)
-        with pytest.raises(InvalidCall, match=r"^begin: the step before was neither finished nor cancelled\.$"):
+        with pytest.raises(InvalidCall, match=r"^begin: the last step was neither finished nor cancelled\.$"):
             sync.begin()
         with pytest.raises(InvalidCall, match=r"^finish: the stages \[0\] are not done\.$"):
             await sync.finish()
@@ -261,13 +261,13 @@ async def test_late_parameters_are_settled_first():
 
 def note(bucket, events: list, name: object = None) -> None:
     """Have it written down when a bucket is complete."""
-    original = bucket.bring_home
+    original = bucket.copy_into_bucket
 
-    def bring_home() -> None:
+    def copy_into_bucket() -> None:
         events.append(f"home {bucket.stage if name is None else name}")
         original()
 
-    bucket.bring_home = bring_home
+    bucket.copy_into_bucket = copy_into_bucket
 
 
 class Row(nn.Sequential):
@@ -423,7 +423,7 @@ class _Scale(torch.autograd.Function):
         def add() -> None:
             weight.grad = added if weight.grad is None else weight.grad + added
 
-        later(add)
+        defer_weight_grad(add)
         return gradient * weight.detach(), None, None
 
 

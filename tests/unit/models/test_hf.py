@@ -238,8 +238,8 @@ OWN_PLAN = {"model.layers.*.self_attn.[qkv]_proj": "column", "model.layers.*.sel
 @pytest.mark.parametrize(
     ("tp", "message"),
     [
-        (4, "cuts heads, but num_key_value_heads(2) is no multiple of tp(4). Set tp to 2, or"),
-        (8, "cuts heads, but num_attention_heads(4) is no multiple of tp(8). Set tp to 4, or"),
+        (4, "splits heads, but num_key_value_heads(2) is no multiple of tp(4). Set tp to 2, or"),
+        (8, "splits heads, but num_attention_heads(4) is no multiple of tp(8). Set tp to 4, or"),
     ],
 )
 def test_heads_are_not_cut(tp, message, plan):

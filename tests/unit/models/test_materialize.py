@@ -190,7 +190,7 @@ class Slice(nn.Module):
     def whole_module(self) -> nn.Module:
         return copy.deepcopy(self.original[0])
 
-    def take(self, whole: nn.Module) -> None:
+    def copy_shards(self, whole: nn.Module) -> None:
         for name, parameter in self.named_parameters():
             parameter.copy_(whole.get_parameter(name)[self.rows])
 

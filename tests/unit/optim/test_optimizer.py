@@ -109,7 +109,7 @@ async def test_types_may_be_mixed_and_frozen_parameters_stay():
             frozen = made[1][0].twice.weight
             where = frozen.data_ptr()
             trained = await Replica(mesh, made, config, shard=True).train(3)
-            assert (frozen.data_ptr(), frozen.grad, hasattr(frozen, "gradient_home")) == (where, None, False)
+            assert (frozen.data_ptr(), frozen.grad, hasattr(frozen, "main_grad")) == (where, None, False)
             return trained
 
     for trained in await parallel3d.in_process(main, ranks=2):

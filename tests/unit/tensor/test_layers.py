@@ -1,4 +1,4 @@
-"""Cut modules give the loss and the gradients of whole ones: float64, to 1e-12."""
+"""Sharded modules give the loss and the gradients of whole ones: float64, to 1e-12."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import nn
 
 import parallel3d
 from parallel3d.gradients.deferred import collecting
-from parallel3d.tensor.layers import ColumnLinear, Partners, RowLinear
-from parallel3d.tensor.sharded import Cut, cut_of, needs_tp_sum
+from parallel3d.gradients.finalize import needs_tp_sum
+from parallel3d.tensor.layers import ColumnLinear, RowLinear, ShardSlice, shard_slice_of
+from parallel3d.tensor.mappings import TPContext
 from runtime.errors import InvalidCall
 from tests.support.tensor_models import (
     WIDTH,
@@ -139,24 +140,26 @@ def pair(exchange) -> tuple[nn.Sequential, nn.Sequential]:
     with torch.no_grad():
         for parameter in whole.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    return whole, cut_pair(whole, Partners(exchange))
+    return whole, cut_pair(whole, TPContext(exchange))
 
 
-def cut_pair(whole: nn.Sequential, partners: Partners) -> nn.Sequential:
-    columns = Cut.of_rank(0, 6, partners.rank, partners.size)
-    rows = Cut.of_rank(1, 6, partners.rank, partners.size)
+def cut_pair(whole: nn.Sequential, tp: TPContext) -> nn.Sequential:
+    columns = ShardSlice.of_rank(0, 6, tp.rank, tp.size)
+    rows = ShardSlice.of_rank(1, 6, tp.rank, tp.size)
     return nn.Sequential(
-        ColumnLinear(partners, whole[0], {"weight": columns, "bias": columns}, path="first"),
+        ColumnLinear(tp, whole[0], {"weight": columns, "bias": columns}, path="first"),
         nn.Tanh(),
-        RowLinear(partners, whole[2], {"weight": rows}, path="last"),
+        RowLinear(tp, whole[2], {"weight": rows}, path="last"),
     )
 
 
 def test_an_input_that_is_changed_is_another_input():
     def work(exchange):
         whole, _ = pair(exchange)
-        columns = Cut.of_rank(0, 6, exchange.rank, 2)
-        column = ColumnLinear(Partners(exchange), whole[0], {"weight": columns, "bias": columns}, cuts_sequence=True)
+        columns = ShardSlice.of_rank(0, 6, exchange.rank, 2)
+        column = ColumnLinear(
+            TPContext(exchange), whole[0], {"weight": columns, "bias": columns}, sequence_parallel=True
+        )
         inputs = torch.full((1, 2, 4), float(exchange.rank), dtype=torch.float64)
         with torch.no_grad():
             before, again = column(inputs), column(inputs)
@@ -178,7 +181,7 @@ def test_an_input_without_a_gradient_costs_no_sum():
         assert exchange._number == 1
         for name in ("0.weight", "0.bias", "2.weight", "2.bias"):
             mine, theirs = cut.get_parameter(name), whole.get_parameter(name).grad
-            own = cut_of(mine)
+            own = shard_slice_of(mine)
             torch.testing.assert_close(mine.grad, theirs if own is None else own.of(theirs), rtol=0, atol=1e-12)
 
     in_threads(2, work)
@@ -189,14 +192,14 @@ def test_frozen_weights_get_no_gradient():
         whole, _ = pair(exchange)
         whole[0].requires_grad_(False)
         whole[2].weight.requires_grad_(False)
-        cut = cut_pair(whole, Partners(exchange))
+        cut = cut_pair(whole, TPContext(exchange))
         values = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
         cut(values).sum().backward()
         wanted = torch.autograd.grad(whole(values).sum(), [values, whole[2].bias])
         torch.testing.assert_close([values.grad, cut[2].bias.grad], list(wanted), rtol=0, atol=1e-12)
         assert [each.grad for each in (cut[0].weight, cut[0].bias, cut[2].weight)] == [None] * 3
         whole.requires_grad_(False)
-        assert not cut_pair(whole, Partners(exchange))(values.detach()).requires_grad
+        assert not cut_pair(whole, TPContext(exchange))(values.detach()).requires_grad
 
     in_threads(2, work)
 
@@ -247,20 +250,20 @@ def test_autocast(sequence_parallel):
     in_threads(2, work)
 
 
-def test_gradients_go_home_and_are_told_of():
+def test_gradients_are_added_to_main_grads_and_reported():
     def work(exchange):
         whole, cut = pair(exchange)
         told = []
         for name, parameter in cut.named_parameters():
-            parameter.gradient_home = torch.full_like(parameter, 7.0)
+            parameter.main_grad = torch.full_like(parameter, 7.0)
             parameter.on_gradient = lambda by_hand, name=name: told.append((name, by_hand))
         for _ in range(2):
             values = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
             cut(values).sum().backward()
             whole(values.detach()).sum().backward()
         for name, parameter in cut.named_parameters():
-            assert parameter.grad is parameter.gradient_home
-            wanted, own = whole.get_parameter(name).grad, cut_of(parameter)
+            assert parameter.grad is parameter.main_grad
+            wanted, own = whole.get_parameter(name).grad, shard_slice_of(parameter)
             torch.testing.assert_close(parameter.grad, wanted if own is None else own.of(wanted), rtol=0, atol=1e-12)
         return sorted(told)
 
@@ -275,7 +278,7 @@ def test_two_backwards_through_one_graph():
             total = each(torch.ones(3, 4, dtype=torch.float64, requires_grad=True)).sum()
             total.backward(retain_graph=True)
             total.backward()
-        wanted, own = whole[0].weight.grad, cut_of(cut[0].weight)
+        wanted, own = whole[0].weight.grad, shard_slice_of(cut[0].weight)
         torch.testing.assert_close(cut[0].weight.grad, own.of(wanted), rtol=0, atol=1e-12)
 
     in_threads(2, work)
@@ -284,12 +287,12 @@ def test_two_backwards_through_one_graph():
 def test_an_input_is_not_kept():
     def work(exchange):
         _, cut = pair(exchange)
-        partners = cut[0].partners
+        tp = cut[0].tp
         inputs = torch.ones(3, 4, dtype=torch.float64, requires_grad=True) * 2
         output = cut(inputs)
-        assert partners._last is not None
+        assert tp._last is not None
         del inputs
-        assert partners._last is None
+        assert tp._last is None
         output.sum().backward()
 
     in_threads(2, work)
@@ -340,8 +343,8 @@ class Gated(nn.Module):
 
 @pytest.mark.parametrize(
     ("gate", "what"),
-    [(lambda: nn.Linear(WIDTH, 1), "a Linear or Embedding that is not cut"),
-     (nn.Identity, "values of which every rank has all")],
+    [(lambda: nn.Linear(WIDTH, 1), "a Linear or Embedding that is not sharded"),
+     (nn.Identity, "replicated values")],
 )  # fmt: skip
 def test_whole_values_beside_columns_are_refused(gate, what):
     model = make(Mlp, lambda: Gated(gate()))
@@ -353,9 +356,9 @@ def test_whole_values_beside_columns_are_refused(gate, what):
         return str(caught.value)
 
     assert in_threads(2, work)[0] == (
-        "parallel.tensor_plan: the input of blocks.1.down, of which each rank has a part, comes from columns and also "
-        f"from {what}, whose gradient would be wrong on every rank. Between columns and what joins them again there "
-        "may be parameters that are used directly, as a norm's. Cut the rest as well, or have all of it replicated."
+        "parallel.tensor_plan: the input of blocks.1.down, which is sharded over the ranks, comes from columns and "
+        f"also from {what}, whose gradient would be wrong on every rank. Between columns and their row there may be "
+        "parameters that are used directly, such as a norm's. Shard the rest as well, or have all of it replicated."
     )
 
 
@@ -367,11 +370,11 @@ def test_inputs_of_the_wrong_width():
         _, cut = pair(exchange)
         values = torch.ones(3, 5, dtype=torch.float64)
         with pytest.raises(
-            InvalidCall, match=r"^first got 5 features, but it has weights for 4\. What comes before a column must not"
+            InvalidCall, match=r"^first got 5 features, but it has weights for 4\. The input of a column must not be"
         ):
             cut[0](values)
         with pytest.raises(
-            InvalidCall, match=r"^last got 5 features, but it has weights for 3\. What comes before a row must be a col"
+            InvalidCall, match=r"^last got 5 features, but it has weights for 3\. The input of a row must come from"
         ):
             cut[2](values)
 
@@ -401,6 +404,6 @@ def test_a_sequence_that_does_not_divide():
         return str(caught.value)
 
     assert in_threads(2, work)[0] == (
-        "parallel.sequence_parallel cuts dimension 1 of what blocks.0 is given into 2 slices, but that is (2, 7, 12). "
-        "Set it to false, or give samples of another length."
+        "parallel.sequence_parallel splits dimension 1 of the input of blocks.0 into 2 slices, but the input is "
+        "(2, 7, 12). Set it to false, or give samples of another length."
     )

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from parallel3d.config.sections import GptArgs, LlamaArgs
+from parallel3d.gradients.finalize import needs_tp_sum
 from parallel3d.models.build import reset_parameters
 from parallel3d.models.gpt import build_gpt
 from parallel3d.models.layered import LayeredModel
 from parallel3d.models.llama import build_llama
 from parallel3d.models.materialize import materialize
-from parallel3d.tensor.layers import ColumnLinear, RowLinear
-from parallel3d.tensor.sharded import Cut, Sharded, cut_of, needs_tp_sum
+from parallel3d.tensor.layers import ColumnLinear, RowLinear, ShardedModule, ShardSlice, shard_slice_of
 from parallel3d.tensor.shards import Shards, apply_shards, plan_shards
 from parallel3d.tensor.vocabulary import VocabEmbedding, VocabHead
 from runtime.errors import ConfigError, InvalidCall
@@ -67,7 +67,7 @@ def test_heads_that_do_not_divide_are_refused_with_any_plan(model, words):
     with pytest.raises(ConfigError) as refused:
         plan_shards(model, plan, 2, layers_per_stage=(2,))
     text = " ".join(str(refused.value).split())
-    assert text.startswith(f"parallel.tp = 2: blocks.0.attention.q (column) cuts heads, but {words}")
+    assert text.startswith(f"parallel.tp = 2: blocks.0.attention.q (column) splits heads, but {words}")
     plan_shards(model, {"blocks.*.mlp.*": "column", "blocks.*.mlp.down": "row"}, 2, layers_per_stage=(2,))
 
 
@@ -99,7 +99,7 @@ def test_the_table_of_a_gpt():
     assert next(iter(shards)).whole_shape == (11, 8)
     assert shards.head == "head"
     assert shards.sequence is None
-    assert [shards.logits_cut(rank) for rank in (0, 1)] == [Cut(0, 0, 6, 11), Cut(0, 6, 11, 11)]
+    assert [shards.logits_slice(rank) for rank in (0, 1)] == [ShardSlice(0, 0, 6, 11), ShardSlice(0, 6, 11, 11)]
 
 
 def test_what_is_exchanged_where_the_sequence_is_cut():
@@ -115,7 +115,7 @@ def test_what_is_exchanged_where_the_sequence_is_cut():
 def test_one_rank_has_all():
     shards = planned(gpt(), 1, sequence_parallel=True)
     assert {(each.strategy, each.pattern) for each in shards} == {("replicated", None)}
-    assert (shards.head, shards.sequence, shards.logits_cut(0)) == (None, None, None)
+    assert (shards.head, shards.sequence, shards.logits_slice(0)) == (None, None, None)
     assert shards.num_parameters() == sum(each.numel() for each in gpt().whole.parameters())
     model = gpt()
     before = list(model.whole.modules())
@@ -206,8 +206,8 @@ def refused(plan: dict[str, str], model: LayeredModel | None = None, tp: int = 2
         ),
         (
             {"blocks.*.mlp.up": "column"},
-            "parallel.tensor_plan: blocks.1 has a column, but no row follows: it would give a part of "
-            "its outputs. Add a row, or vocab for the last Linear of a model.",
+            "parallel.tensor_plan: blocks.1 has a column, but no row follows: its output would stay "
+            "sharded. Add a row, or vocab for the last Linear of a model.",
         ),
         (
             {"blocks.1.mlp.down": "row"},
@@ -254,7 +254,7 @@ def test_sizes_that_do_not_divide(strategy, sizes, tp, text):
 @pytest.mark.parametrize("option", ["max_norm", "sparse", "scale_grad_by_freq"])
 def test_embeddings_that_cannot_be_cut(option):
     model = row(nn.Embedding(7, 4, **{option: 1.0 if option == "max_norm" else True}))
-    assert f"0 has {option}, which does not work with some of its rows. Have it replicated." in refused(
+    assert f"0 has {option}, which does not work on a shard of its rows. Have it replicated." in refused(
         {"0": "vocab"}, model
     )
 
@@ -280,7 +280,7 @@ def test_a_linear_that_is_derived():
 
 
 def test_tied_parameters_are_cut_alike():
-    text = "embedding.tokens (vocab) and head (replicated) have one parameter, but are cut in different ways."
+    text = "embedding.tokens (vocab) and head (replicated) share one parameter, but are sharded in different ways."
     assert text in refused({"embedding.tokens": "vocab"}, gpt(tied=True))
 
 
@@ -295,7 +295,8 @@ def test_stages_end_with_whole_values():
     plan_shards(row(*modules), plan, 2, layers_per_stage=(3, 1))
     text = refused(plan, row(*modules), layers_per_stage=(2, 2))
     assert text == (
-        "pipeline.layers_per_stage = [2, 2]: stage 0 ends between the column in 0 and its row. Cut after the row."
+        "pipeline.layers_per_stage = [2, 2]: stage 0 ends between the column in 0 and its row. End the stage "
+        "after the row."
     )
 
 
@@ -306,27 +307,27 @@ def test_where_the_sequence_cannot_be_cut():
     )
     model = LayeredModel(gpt().whole, (), ("",), (), {}, reset_parameters)
     text = refused(dict(gpt().plan), model, sequence_parallel=True)
-    assert "the model itself has a vocabulary, for which each rank needs the whole sequence" in text
+    assert "the model itself has a vocabulary, which needs the whole sequence on each rank" in text
 
 
 def test_a_sequence_is_not_cut_for_one_of_two_places_of_a_parameter():
     model = gpt()
     model.whole.norm.weight = model.whole.blocks[1].mlp_norm.weight
     planned(model)
-    text = "blocks.1.mlp_norm and norm have one parameter, but not all of them are among columns and rows."
+    text = "blocks.1.mlp_norm and norm share one parameter, but not all of them are between columns and rows."
     assert text in refused(dict(model.plan), model, sequence_parallel=True)
     model.whole.norm = gpt().whole.norm
     model.whole.blocks[0].mlp_norm.weight = model.whole.blocks[1].mlp_norm.weight
     planned(model, sequence_parallel=True)
 
 
-# Cut modules.
+# Sharded modules.
 
 
 def test_what_is_cut_is_replaced():
     model = gpt()
     apply_shards(model, planned(model), alone(1))
-    kinds = {path: type(each) for path, each in model.whole.named_modules() if isinstance(each, Sharded)}
+    kinds = {path: type(each) for path, each in model.whole.named_modules() if isinstance(each, ShardedModule)}
     assert kinds == {
         "embedding.tokens": VocabEmbedding,
         **{
@@ -336,10 +337,10 @@ def test_what_is_cut_is_replaced():
         },
         "head": VocabHead,
     }
-    cuts = {path: cut_of(each) for path, each in model.whole.named_parameters() if "blocks.1" not in path}
-    assert cuts["embedding.tokens.weight"] == cuts["head.weight"] == Cut(0, 6, 11, 11)
-    assert cuts["blocks.0.attention.q.weight"] == cuts["blocks.0.attention.q.bias"] == Cut(0, 4, 8, 8)
-    assert cuts["blocks.0.mlp.down.weight"] == Cut(1, 16, 32, 32)
+    cuts = {path: shard_slice_of(each) for path, each in model.whole.named_parameters() if "blocks.1" not in path}
+    assert cuts["embedding.tokens.weight"] == cuts["head.weight"] == ShardSlice(0, 6, 11, 11)
+    assert cuts["blocks.0.attention.q.weight"] == cuts["blocks.0.attention.q.bias"] == ShardSlice(0, 4, 8, 8)
+    assert cuts["blocks.0.mlp.down.weight"] == ShardSlice(1, 16, 32, 32)
     assert cuts["blocks.0.mlp.down.bias"] is cuts["norm.weight"] is None
     assert not any(map(needs_tp_sum, model.whole.parameters()))
     assert all(each.is_meta for each in model.whole.parameters())
@@ -347,7 +348,7 @@ def test_what_is_cut_is_replaced():
 
 
 def test_an_exchange_of_another_size():
-    with pytest.raises(InvalidCall, match=r"^the shards are for tp = 2, but 3 ranks exchange tensors\.$"):
+    with pytest.raises(InvalidCall, match=r"^the shards are for tp = 2, but the exchange has 3 ranks\.$"):
         apply_shards(gpt(), planned(gpt()), alone(0, 3))
 
 
@@ -365,7 +366,7 @@ def test_every_rank_begins_with_its_part_of_the_same_weights(build, tied, dtype)
         model = build(tied=tied)
         apply_shards(model, planned(model, sequence_parallel=True), alone(rank))
         for path, parameter in fill(model, dtype).items():
-            cut = cut_of(parameter)
+            cut = shard_slice_of(parameter)
             assert torch.equal(parameter, whole[path] if cut is None else cut.of(whole[path])), path
         assert (model.whole.head.weight is model.whole.embedding.tokens.weight) is tied
         norm = model.whole.blocks[0].attention_norm.weight
@@ -385,7 +386,7 @@ def test_real_weights_are_taken_as_they_are():
     apply_shards(model, planned(model, cut=(5,)), alone(1))
     assert model.whole[0].weight is model.whole[4].weight
     for path, parameter in fill(model).items():
-        cut = cut_of(parameter)
+        cut = shard_slice_of(parameter)
         assert torch.equal(parameter, values[path] if cut is None else cut.of(values[path])), path
     gc.collect()
     assert weight() is None, "the whole weight is let go"

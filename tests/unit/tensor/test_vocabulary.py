@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from parallel3d.tensor.layers import ColumnLinear, Partners
-from parallel3d.tensor.sharded import Cut
+from parallel3d.models.losses import cross_entropy_sum
+from parallel3d.tensor.layers import ColumnLinear, ShardSlice
+from parallel3d.tensor.mappings import TPContext
 from parallel3d.tensor.vocabulary import (
     VocabEmbedding,
     VocabHead,
-    cross_entropy_sum,
     gather_logits,
     vocab_cross_entropy,
 )
@@ -22,8 +22,8 @@ from runtime.errors import InvalidCall
 from tests.support.tensor_ranks import in_threads
 
 
-def cut_for(exchange, vocabulary: int) -> Cut:
-    return Cut.of_rank(0, vocabulary, exchange.rank, exchange.size)
+def cut_for(exchange, vocabulary: int) -> ShardSlice:
+    return ShardSlice.of_rank(0, vocabulary, exchange.rank, exchange.size)
 
 
 def logits_and_targets(vocabulary: int, dtype=torch.float64, scale: float = 3.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,14 +38,14 @@ def cut_logits(exchange, logits: torch.Tensor, mask: torch.Tensor | None = None)
     head = nn.Linear(vocabulary, vocabulary, bias=False, dtype=logits.dtype)
     nn.init.eye_(head.weight)
     cut = cut_for(exchange, vocabulary)
-    local = VocabHead(Partners(exchange), head, {"weight": cut})(values)
+    local = VocabHead(TPContext(exchange), head, {"weight": cut})(values)
     return local if mask is None else local.masked_fill(mask[..., cut.start : cut.stop], -math.inf), values
 
 
 def cut_loss(exchange, logits, targets, mask=None) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss, and the gradient of the logits for 0.25 of it."""
     local, values = cut_logits(exchange, logits, mask)
-    loss = vocab_cross_entropy(local, targets, cut_for(exchange, logits.shape[-1]), Partners(exchange))
+    loss = vocab_cross_entropy(local, targets, cut_for(exchange, logits.shape[-1]), TPContext(exchange))
     (loss * 0.25).backward()
     return loss.detach(), values.grad
 
@@ -123,7 +123,7 @@ def test_a_second_backward_is_refused():
 
     def work(exchange):
         local, _ = cut_logits(exchange, logits)
-        loss = vocab_cross_entropy(local, targets, cut_for(exchange, 12), Partners(exchange))
+        loss = vocab_cross_entropy(local, targets, cut_for(exchange, 12), TPContext(exchange))
         loss.backward(retain_graph=True)
         with pytest.raises(RuntimeError, match=r"^a second backward through the cross-entropy"):
             loss.backward()
@@ -138,7 +138,7 @@ def test_logits_put_together(vocabulary):
 
     def work(exchange):
         local, values = cut_logits(exchange, logits)
-        whole = gather_logits(local, cut_for(exchange, vocabulary), Partners(exchange))
+        whole = gather_logits(local, cut_for(exchange, vocabulary), TPContext(exchange))
         assert torch.equal(whole, logits)
         (whole * weights).sum().backward()
         return values.grad
@@ -156,7 +156,7 @@ def test_a_parameter_between_the_head_and_the_loss():
     def work(exchange):
         temperature = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
         local = cut_logits(exchange, logits)[0] * temperature
-        vocab_cross_entropy(local, targets, cut_for(exchange, 11), Partners(exchange)).backward()
+        vocab_cross_entropy(local, targets, cut_for(exchange, 11), TPContext(exchange)).backward()
         return temperature.grad
 
     for found in in_threads(2, work):
@@ -182,7 +182,7 @@ def test_embedding(size, padding):
 
     def work(exchange):
         cut = cut_for(exchange, 7)
-        module = VocabEmbedding(Partners(exchange), embedding(padding=padding), {"weight": cut})
+        module = VocabEmbedding(TPContext(exchange), embedding(padding=padding), {"weight": cut})
         found = module(tokens)
         assert torch.equal(found, wanted)
         for _ in range(2):
@@ -198,7 +198,7 @@ def test_embedding(size, padding):
 @pytest.mark.parametrize(("token", "shown"), [(7, 7), (-1, -1)])
 def test_a_token_that_is_in_no_vocabulary(token, shown):
     def work(exchange):
-        module = VocabEmbedding(Partners(exchange), embedding(), {"weight": cut_for(exchange, 7)})
+        module = VocabEmbedding(TPContext(exchange), embedding(), {"weight": cut_for(exchange, 7)})
         with pytest.raises(InvalidCall, match=rf"^token {shown} is not in the vocabulary of 7, 0 to 6\.$"):
             module(torch.tensor([3, token]))
 
@@ -208,8 +208,8 @@ def test_a_token_that_is_in_no_vocabulary(token, shown):
 def test_a_head_is_a_column_that_knows_its_part():
     def work(exchange):
         cut = cut_for(exchange, 7)
-        head = VocabHead(Partners(exchange), nn.Linear(4, 7), {"weight": cut, "bias": cut})
+        head = VocabHead(TPContext(exchange), nn.Linear(4, 7), {"weight": cut, "bias": cut})
         assert isinstance(head, ColumnLinear)
-        return head.cut, head(torch.ones(2, 3, 4)).shape
+        return head.shard_slice, head(torch.ones(2, 3, 4)).shape
 
-    assert in_threads(2, work) == [(Cut(0, 0, 4, 7), (2, 3, 4)), (Cut(0, 4, 7, 7), (2, 3, 3))]
+    assert in_threads(2, work) == [(ShardSlice(0, 0, 4, 7), (2, 3, 4)), (ShardSlice(0, 4, 7, 7), (2, 3, 3))]

@@ -137,7 +137,7 @@ async def test_tensor_parallel_exchanges_are_one_event_a_kind():
         for events, coordinator in await on_mesh(given):
             calls = [event for event in events if event.what == What.COLLECTIVE and event.axis == Axis.TP]
             assert kinds <= {OPS[event.op] for event in calls}
-            moved = coordinator._model.partners.exchange.moved
+            moved = coordinator._model.tp_context.exchange.moved
             assert sum(event.num_bytes for event in calls) >= sum(each.num_bytes for each in moved.values()) > 0
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from parallel3d.gradients.buckets import Bucket, FlatBucket, LooseBucket
-from parallel3d.optim.norm import SquaredNorm
+from parallel3d.optim.clip import SquaredNorm
 
 
 def new(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -23,7 +23,7 @@ def bucket_of(parameters: list[nn.Parameter], num_slices: int | None) -> Bucket:
     bucket = LooseBucket(0, parameters) if num_slices is None else FlatBucket(0, parameters, num_slices, new, new)
     for each, gradient in zip(parameters, gradients, strict=True):
         each.grad = gradient
-    bucket.bring_home()
+    bucket.copy_into_bucket()
     return bucket
 
 

@@ -1,4 +1,4 @@
-"""The sum of squares of a rank's share of the gradients: its slice of every bucket, as far as this rank counts it."""
+"""Clipping by the global norm: a rank's share of the squared norm, and the factor that clips."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ from collections.abc import Sequence
 import torch
 
 from parallel3d.gradients.buckets import Bucket, Counts
+from parallel3d.torch_internals import foreach_norm
 
-_ROW = 1024  # elements that are added up in their own precision: in float32, millions would lose the fourth digit
+_ROW = 1024  # elements that are summed in their own precision: a float32 sum of millions loses the fourth digit
 _SHORT = 1 << 16  # elements: up to here hardly a digit is lost, and all such pieces together cost one call
+_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_, so that clipped gradients are the same
+
+
+def clip_factor(norm: float, clip_norm: float | None) -> float:
+    """What gradients of this norm are multiplied by."""
+    return 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + _EPSILON))
 
 
 class SquaredNorm:
-    """Calling it, in the engine thread, gives the sum. Every replica takes the slice that it would have if gradients
-    were sharded: they need not do the same work twice, and the sum has the same bits either way."""
+    """The sum of squares of this rank's share of the gradients; call it in the engine thread. Each replica takes its
+    slice of every bucket also where gradients are not sharded: no work is done twice, and the bits are the same."""
 
     def __init__(self, buckets: Sequence[Bucket], index: int, counts: Counts) -> None:
         self._counted = [bucket.counted(index, counts) for bucket in buckets]
@@ -30,7 +37,7 @@ class SquaredNorm:
             if each.numel():
                 short.append(each.to(_wide(each)))
         if short:
-            norms.append(torch.stack(torch._foreach_norm(short)).double())
+            norms.append(torch.stack(foreach_norm(short)).double())
         if not norms:
             return 0.0
         joined = torch.cat(norms)
