@@ -26,7 +26,7 @@ from process_groups.topology import Topology
 from runtime.control import rank_control
 from runtime.cores import threads_per_rank
 from runtime.environment import RankEnvironment, read_environment
-from runtime.errors import CommunicationError, Coords, InvalidCall, NonFiniteGradient, PeerLost, name_rank
+from runtime.errors import CommunicationError, Coords, GroupClosed, InvalidCall, NonFiniteGradient, PeerLost, name_rank
 from runtime.log_context import bind_rank
 from runtime.threads import DaemonThreads
 
@@ -183,13 +183,13 @@ class Mesh:
         formation = self._formation
         assert formation is not None
         try:
-            # All ranks raise that one alike: none waits for this rank, but some may still read why they shall.
+            # Every rank raises NonFiniteGradient: no peer waits, but some may still read the values that show it.
             if error is not None and not isinstance(error, NonFiniteGradient):
-                formation.abort(self._farewell(error))
+                formation.abort(self._exit_reason(error))
             await formation.close()
         except BaseException as late:
-            formation.abort(self._farewell(late))
-            if error is None or not isinstance(late, Exception):  # else what was raised first says more
+            formation.abort(self._exit_reason(late))
+            if error is None or not isinstance(late, Exception):  # else the error that was raised first says more
                 raise
         finally:
             self._lag.stop()
@@ -237,6 +237,30 @@ class Mesh:
         assert self._formation is not None
         self._formation.abort(error)
 
+    def fail(self, error: BaseException) -> None:
+        """Close all groups on every rank because a step failed here; peers' calls raise the abort reason."""
+        self.abort(self.abort_reason(error))
+
+    def abort_reason(self, error: BaseException | None) -> CommunicationError:
+        """What calls of peers raise after a step failed here: a communication error itself, GroupClosed if the step was
+        cancelled (None), PeerLost for any other error."""
+        if isinstance(error, CommunicationError):
+            return error
+        return self._reason(error, "failed in the step with", GroupClosed, "cancelled the step")
+
+    def _exit_reason(self, error: BaseException) -> CommunicationError:
+        """The abort reason when the mesh is left with an error."""
+        return self._reason(error, "failed with", PeerLost, "was cancelled")
+
+    def _reason(
+        self, error: BaseException | None, failed: str, when_cancelled: type[CommunicationError], cancelled: str
+    ) -> CommunicationError:
+        here = name_rank(self.rank, self.coords)
+        if error is None or isinstance(error, asyncio.CancelledError):
+            return when_cancelled(f"{here} {cancelled}", rank=self.rank, coords=self.coords)
+        text = f"{here} {failed} {type(error).__name__}: {error}"
+        return PeerLost(text, rank=self.rank, coords=self.coords)
+
     @property
     def loop_lag(self) -> LagHistogram:
         """How late this rank's event loop ran its timers since the mesh was entered."""
@@ -246,12 +270,6 @@ class Mesh:
         if self._threads is None and "OMP_NUM_THREADS" in os.environ:
             return  # the launcher, or the user, has decided
         torch.set_num_threads(self._threads or threads_per_rank(self._environment.local_world_size))
-
-    def _farewell(self, error: BaseException) -> PeerLost:
-        """What peers are told that still wait for this rank."""
-        why = "was cancelled" if isinstance(error, asyncio.CancelledError) else f"failed with {type(error).__name__}"
-        text = "" if isinstance(error, asyncio.CancelledError) else f": {error}"
-        return PeerLost(f"{name_rank(self.rank, self.coords)} {why}{text}", rank=self.rank, coords=self.coords)
 
     def _report(self) -> None:
         self._send_report()

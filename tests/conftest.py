@@ -1,38 +1,57 @@
-"""What tests of several tiers are given."""
+"""What tests of several tiers are given, and the line at the end about those that the machine left out."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.support.hosts import Hosts, why_not
+from tests.support.hosts import Hosts, require_hosts
+from tests.support.processes import reset_signals
+from tests.support.tools import left_out
 
 _folders: list[str] = []
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--left-out",
+        type=Path,
+        metavar="FILE",
+        help="add the reasons of skipped tests to this file instead of printing them; tests.support.tools prints it",
+    )
+
+
 def pytest_configure() -> None:
-    """What measurements are kept shall be neither the user's nor left behind, and Ctrl-C is heard; every process
-    inherits this."""
+    """Measurements that are kept are neither the user's nor left behind, and signals do what they do in a terminal.
+    Processes of tests inherit both."""
     _folders.append(tempfile.mkdtemp(prefix="parallel3d-tests-"))
     os.environ["XDG_CACHE_HOME"] = _folders[-1]
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in the background like this
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    reset_signals()
 
 
 def pytest_unconfigure() -> None:
     shutil.rmtree(_folders.pop(), ignore_errors=True)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = [report.longrepr[2].removeprefix("Skipped: ") for report in skipped]
+    if (file := config.getoption("left_out")) is not None:
+        with file.open("a", encoding="utf-8") as lines:
+            lines.writelines(f"{reason}\n" for reason in reasons)
+    elif reasons:
+        terminalreporter.write_line(left_out(reasons))
+
+
 @pytest.fixture
 def two_hosts() -> Iterator[Hosts]:
     """Two hosts with a network between them, of which nothing is left afterwards."""
-    if (reason := why_not()) is not None:
-        pytest.skip(reason)
+    require_hosts()
     with Hosts(2) as hosts:
         yield hosts
     left = os.listdir("/run/netns")

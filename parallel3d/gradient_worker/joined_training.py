@@ -19,18 +19,16 @@ from parallel3d.gradient_worker.share_batches import ShareBatches
 from parallel3d.gradient_worker.worker import GradientWorker
 from parallel3d.models.losses import per_one
 from parallel3d.optim.lr_schedule import learning_rate
-from parallel3d.optim.optimizer import Optimizer
 from parallel3d.optim.state import OptimizerState
-from parallel3d.pipeline.executor import Begun, Executor
+from parallel3d.pipeline.executor import Executor
+from parallel3d.pipeline.pipeline_pass import PipelinePass
 from parallel3d.pipeline.schedules.build import build
 from parallel3d.pipeline.schedules.gpipe import gpipe_of_stages
 from parallel3d.pipeline.schedules.table import Table
-from parallel3d.planning.blueprint import draw
 from parallel3d.rank_mesh import alone
 from parallel3d.runs.record import RunStep
 from parallel3d.seeding import seed_from_now_on, seed_of
-from parallel3d.training.rank_part import assemble
-from parallel3d.training.rank_setup import loss_of, sync_of
+from parallel3d.training.rank_model import RankModel
 from runtime.gradient_server.client.turn import Share, ShareChanged
 from runtime.log_context import bind_step
 
@@ -64,17 +62,14 @@ class JoinedTraining:
         return await self._stack.__aexit__(kind, error, trace)
 
     async def _set_up(self, stack: contextlib.AsyncExitStack) -> None:
-        config, mesh = self.config, self._mesh
-        blueprint = await mesh.compute(draw, config)
-        self._part = part = await mesh.compute(assemble, blueprint, config, mesh, None)
-        self._loss, self._sync = loss_of(config, part), sync_of(config, part, mesh)
-        self._optimizer = Optimizer(config.optimizer, self._sync, mesh, part.counts_in_norm)
+        config = self.config
+        self._model = model = await RankModel.build(config, self._mesh)
         self._batches = ShareBatches(await asyncio.to_thread(make_dataset, config), config)
         stack.push_async_callback(self._batches.aclose)
-        model = nn.ModuleList([stage.module for stage in part.stages.values()])
+        modules = nn.ModuleList([stage.module for stage in model.stages.values()])
         self._numbers = torch.zeros(3, dtype=torch.float64)
         """The loss's sum, how much was counted in it, and how many targets there are, all by the share's samples."""
-        self.worker.attach(model, OptimizerState(self._optimizer, part.names), also=[self._numbers])
+        self.worker.attach(modules, OptimizerState(model.optimizer, model.names), also=[self._numbers])
 
     async def steps(self) -> AsyncGenerator[RunStep, None]:
         """Every step that this worker has a share of, up to the configuration's last one or the server's end."""
@@ -94,7 +89,7 @@ class JoinedTraining:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Every parameter by its path, as it is now."""
-        return {name: parameter.detach().clone() for parameter, name in self._part.names.items()}
+        return {shard.name: shard.parameter.detach().clone() for shard in self._model.shards.values()}
 
     # One step.
 
@@ -113,7 +108,7 @@ class JoinedTraining:
         total, counted, num_targets = (self._numbers * share.total).tolist()
         # What was averaged are sums over targets, by samples: so means are exact wherever targets lie.
         scale = share.total * per_one(counted)
-        taken = await self._optimizer.take(rate, scale=lambda _: scale)
+        taken = await self._model.optimizer.take(rate, scale=lambda _: scale)
         began, self._ended = self._ended, time.monotonic()
         return RunStep(
             step=share.step,
@@ -127,25 +122,26 @@ class JoinedTraining:
     async def _compute(self, share: Share) -> float:
         """The share's loss, for the server to tell. Gradients are of the sum of losses, by the share's samples."""
         inputs, targets = self._to_device(await self._batches.of(share))
-        known, num = self._loss.count(targets), min(self.config.pipeline.microbatches, len(share))
-        begun = self._executor(num).begin(_cut(inputs, num), _cut(targets, num), [1.0 / len(share)] * num)
-        await self._carry_out(begun)
-        counted = self._loss.counted() if known is None else known
+        known, num = self._model.loss.count(targets), min(self.config.pipeline.microbatches, len(share))
+        executor = self._executor(num)
+        begun = executor.begin(_cut(inputs, num), _cut(targets, num), [1.0 / len(share)] * num)
+        await self._finish(executor, begun)
+        counted = self._model.loss.counted() if known is None else known
         found = [begun.loss * len(share), counted, targets.numel()]
         self._numbers.copy_(torch.tensor(found, dtype=torch.float64) / len(share))
         return begun.loss * len(share) * per_one(counted)
 
-    async def _carry_out(self, begun: Begun) -> None:
-        """Microbatches add to gradients one after the other; a single one's are sent while the rest is computed."""
+    async def _finish(self, executor: Executor, begun: PipelinePass) -> None:
+        """Gradients of a single microbatch are sent while the rest is computed; several add to each other first."""
         if self.config.pipeline.microbatches > 1:
-            await begun.finish()
+            await executor.finish(begun)
             return
         with self.worker.overlap():
-            await begun.finish()
+            await executor.finish(begun)
 
     def _compute_nothing(self) -> float:
         """There are fewer samples than workers."""
-        for parameter in self._sync.parameters:
+        for parameter in self._model.reducer.parameters:
             parameter.grad = torch.zeros_like(parameter)
         self._numbers.zero_()
         return 0.0
@@ -158,19 +154,12 @@ class JoinedTraining:
 
     def _executor(self, microbatches: int) -> Executor:
         if microbatches not in self._executors:
-            self._executors[microbatches] = Executor(
-                self._mesh,
-                self._table(microbatches),
-                self._part.stages,
-                self._loss,
-                gradients=self._sync,
-                autocast=torch.bfloat16 if self.config.train.precision == "bfloat16" else None,
-            )
+            self._executors[microbatches] = self._model.executor(self._table(microbatches))
         return self._executors[microbatches]
 
     def _table(self, microbatches: int) -> Table:
         """The configured one where it fits; a small share has fewer microbatches."""
-        table = self._part.blueprint.table
+        table = self._model.blueprint.table
         if microbatches == table.microbatches:
             return table
         if table.stages == 1:

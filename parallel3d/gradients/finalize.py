@@ -7,7 +7,7 @@ stages of several pipeline ranks have, such as an embedding that is also the hea
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -16,19 +16,25 @@ from monitoring.events.events import Axis, What
 from monitoring.events.recorder import Recorder
 from parallel3d.rank_mesh import Mesh
 from parallel3d.tensor.sharded import needs_tp_sum
-from parallel3d.training.rank_part import RankPart
 
 
 class LateGradients:
     """Those of one rank. `pieces` are the flat gradients of `of_sequences`. Where there is a recorder, adding up along
     an axis leaves an event: replicas have no part in it."""
 
-    def __init__(self, part: RankPart, mesh: Mesh, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        trained: Mapping[str, nn.Parameter],
+        owners: Mapping[str, tuple[int, ...]],
+        mesh: Mesh,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """trained: this rank's parameters by name. owners: by name, for those that several pipeline ranks have: these
+        ranks."""
         self._mesh, self._recorder = mesh, recorder
-        trained = {name: each for each, name in part.names.items() if each.requires_grad}
         self.of_sequences = [each for each in trained.values() if mesh.tp.size > 1 and needs_tp_sum(each)]
         # By name, because stages may use them in another order, and messages don't say whose gradient they are.
-        self._owners = {trained[name]: part.owners[name] for name in sorted(trained) if name in part.owners}
+        self._owners = {trained[name]: owners[name] for name in sorted(trained) if name in owners}
         self.parameters = tuple(dict.fromkeys([*self.of_sequences, *self._owners]))
         self.pieces: list[torch.Tensor] = []
 

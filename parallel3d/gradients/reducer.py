@@ -21,7 +21,7 @@ from parallel3d.gradients.buckets import Bucket, FlatBucket, LooseBucket, check,
 from parallel3d.gradients.readiness import Readiness
 from parallel3d.rank_mesh import Mesh
 from process_groups.work import Work
-from runtime.errors import CommunicationError, GroupClosed, InvalidCall, PeerLost, name_rank
+from runtime.errors import InvalidCall
 
 Settle = Callable[[], Awaitable[None]]
 
@@ -248,7 +248,7 @@ class GradientSync:
             return
         self._end(step)
         if self._dp.size > 1:
-            self._dp.abort(farewell(self._mesh, error))
+            self._dp.abort(self._mesh.abort_reason(error))
 
     def _end(self, step: _Step) -> None:
         step.is_over = True
@@ -260,17 +260,6 @@ class GradientSync:
         """Let go of the gradients as they were on this rank alone."""
         for bucket in self.buckets:
             bucket.strays = ()
-
-
-def farewell(mesh: Mesh, error: BaseException | None) -> CommunicationError:
-    """What ranks are told that wait for this one, which has given up a step."""
-    if isinstance(error, CommunicationError):
-        return error
-    rank, coords = mesh.rank, mesh.coords
-    if error is None or isinstance(error, asyncio.CancelledError):
-        return GroupClosed(f"{name_rank(rank, coords)} cancelled the step", rank=rank, coords=coords)
-    how = f"{type(error).__name__}: {error}"
-    return PeerLost(f"{name_rank(rank, coords)} failed in the step with {how}", rank=rank, coords=coords)
 
 
 def _owners(

@@ -14,12 +14,12 @@ from torch.autograd.graph import increment_version
 
 from parallel3d.config.sections import Optimizer as OptimizerConfig
 from parallel3d.gradients.buckets import Bucket, Counts, FlatBucket
-from parallel3d.gradients.reducer import GradientSync, farewell
+from parallel3d.gradients.reducer import GradientSync
 from parallel3d.optim.fused import Update, update_of
 from parallel3d.optim.norm import SquaredNorm
 from parallel3d.rank_mesh import Mesh
 from process_groups.shared_memory.engine_collectives import Outcome
-from runtime.errors import CommunicationError, NonFiniteGradient, name_rank
+from runtime.errors import NonFiniteGradient, name_rank
 
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_, so that clipped gradients are the same
 
@@ -97,7 +97,7 @@ class Optimizer:
         except NonFiniteGradient:
             raise
         except BaseException as error:  # some ranks' weights are new, and others' are not
-            self._mesh.abort(error if isinstance(error, CommunicationError) else farewell(self._mesh, error))
+            self._mesh.fail(error)
             await asyncio.gather(stepping, return_exceptions=True)  # it ends soon, for its groups are closed
             raise
 

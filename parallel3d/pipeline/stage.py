@@ -16,9 +16,9 @@ from torch import nn
 from parallel3d.gradients.deferred import Gatherer, Job, collecting, split_weight_gradients
 from runtime.errors import InvalidCall
 
-_SHORT = 0.25  # of a forward: a weight's part that may be done while a message is waited for
+_SHORT = 0.25  # of a forward: how long a weight's gradient may take that is computed while a message is awaited
 Loss = Callable[[Any, Any], torch.Tensor]
-"""Of the last stage's output and a microbatch's target: a scalar."""
+"""From the last stage's output and a microbatch's target to a scalar."""
 
 
 @dataclass(slots=True)
@@ -29,35 +29,33 @@ class _Kept:
     """Those that need a gradient."""
     outputs: Sequence[torch.Tensor] = ()
     jobs: deque[Job] = field(default_factory=deque)
-    num_done: int = 0
-    """Of the jobs."""
+    num_jobs_done: int = 0
 
 
 class Stage:
-    """A module that is a part of the model. Its output is a tensor or a tuple of them, which are the next one's
-    arguments; those that need no gradient get none."""
+    """A part of the model. Its output, a tensor or a tuple of tensors, is the next stage's arguments; tensors that need
+    no gradient get none."""
 
     def __init__(self, index: int, num_stages: int, module: nn.Module, *, splits_backward: bool = False) -> None:
         self.index, self.module = index, module
         self.is_first, self.is_last = index == 0, index == num_stages - 1
         self._kept: dict[int, _Kept] = {}
         self.peak_activations = 0
-        """The most microbatches that were kept at a time since `begin`."""
+        """The most microbatches whose activations were kept at a time since `begin`."""
         self._forward_seconds = 0.0
         self._job_seconds: dict[int, float] = {}
-        """What the n-th job of a microbatch took last time."""
+        """How long the n-th job of a microbatch took last time."""
         self._gatherer = Gatherer()
-        self._gathered: Collection[int] = ()
-        """Microbatches whose weight gradients may wait for those of later ones."""
+        self._mergeable: Collection[int] = ()
         self._overwrites = any(getattr(each, "inplace", False) for each in module.modules())
-        """Whether a module in here may write over what it is given; autograd refuses that of a leaf."""
+        """Whether a module may write over its input, which autograd forbids for a leaf."""
         if splits_backward:
             split_weight_gradients(module)
 
-    def begin(self, gathered: Collection[int] = ()) -> None:
-        """A new step. `gathered`: microbatches whose weight gradients may be added together with those of later ones,
-        where they are small."""
-        self._gathered = gathered
+    def begin(self, mergeable: Collection[int] = ()) -> None:
+        """A new step. Small weight gradients of `mergeable` microbatches may be added together with those of later
+        ones."""
+        self._mergeable = mergeable
         self._gatherer.forget()
         self._kept.clear()
         self.peak_activations = 0
@@ -70,11 +68,10 @@ class Stage:
         start = time.perf_counter()
         output = self.module(*(map(_own_copy, inputs) if self._overwrites else inputs))
         self._forward_seconds = time.perf_counter() - start
-        kept.outputs = self.check(output)
+        kept.outputs = self._tensors(output)
         return output
 
-    def check(self, output: Any) -> Sequence[torch.Tensor]:
-        """The output as a sequence of tensors."""
+    def _tensors(self, output: Any) -> Sequence[torch.Tensor]:
         outputs = output if isinstance(output, tuple | list) else (output,)
         for each in outputs:
             if not isinstance(each, torch.Tensor):
@@ -84,35 +81,35 @@ class Stage:
         return outputs
 
     def set_loss(self, microbatch: int, loss: torch.Tensor) -> None:
-        """The last stage's backward begins with this."""
+        """Let the last stage's backward begin with this loss."""
         self._kept[microbatch].outputs = (loss,)
 
     def loss_gradients(self, microbatch: int, weight: float) -> list[torch.Tensor | None]:
-        """What the last stage's backward begins with."""
+        """The gradients that the last stage's backward begins with."""
         return [torch.full_like(each, weight) for each in self._kept[microbatch].outputs if each.requires_grad]
 
     def outputs(self, microbatch: int) -> list[torch.Tensor]:
-        """What the next stage gets, detached; those that need a gradient say so."""
+        """The next stage's inputs: detached, with the same `requires_grad`."""
         return [each.detach().requires_grad_(each.requires_grad) for each in self._kept[microbatch].outputs]
 
     def outputs_to_copy(self, microbatch: int) -> Sequence[torch.Tensor]:
-        """The same where only a copy of them goes on."""
+        """The same for a caller that copies them: not detached."""
         return self._kept[microbatch].outputs
 
     def backward(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """All of it. `gradients` are those of the outputs that need one."""
+        """The whole backward. `gradients` are those of the outputs that need one."""
         with self._gathering(microbatch):
-            self._backward(self._kept[microbatch], gradients)
+            _backward(self._kept[microbatch], gradients)
         self._end_gathering(microbatch)
 
     def input_backward(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """What the stage before waits for; the rest is left for `weight_backward`."""
+        """The part that the stage before waits for; the rest is left for `weight_backward`."""
         kept = self._kept[microbatch]
         with collecting(kept.jobs):
-            self._backward(kept, gradients)
+            _backward(kept, gradients)
 
     def weight_backward(self, microbatch: int) -> None:
-        """What is left, and nothing is kept any more."""
+        """The rest of the backward; releases the microbatch."""
         kept = self._kept[microbatch]
         with self._gathering(microbatch):
             while kept.jobs:
@@ -121,50 +118,50 @@ class Stage:
         del self._kept[microbatch]
 
     def work_off_one(self, microbatch: int) -> bool:
-        """One weight's part while there is nothing else to do; False where none is left, or the next one would take
-        long: what another stage waits for may come meanwhile."""
+        """Compute one weight's gradient while a message is awaited. False if none is left, or if the next one would
+        take long: the message may arrive meanwhile."""
         kept = self._kept[microbatch]
-        if not kept.jobs or self._job_seconds.get(kept.num_done, math.inf) > _SHORT * self._forward_seconds:
+        if not kept.jobs or self._job_seconds.get(kept.num_jobs_done, math.inf) > _SHORT * self._forward_seconds:
             return False
         with self._gathering(microbatch):
             self._do_one(kept)
         return True
 
     def _gathering(self, microbatch: int) -> AbstractContextManager[None]:
-        return self._gatherer.gathering(holds=microbatch in self._gathered)
+        return self._gatherer.gathering(holds=microbatch in self._mergeable)
 
     def _end_gathering(self, microbatch: int) -> None:
-        if microbatch not in self._gathered:
+        if microbatch not in self._mergeable:
             self._gatherer.add_all()
 
     def has_worked_off(self, microbatch: int) -> bool:
-        """Whether some of its weight part is done."""
-        return self._kept[microbatch].num_done > 0
+        """Whether a part of its weight backward is done."""
+        return self._kept[microbatch].num_jobs_done > 0
 
     def _do_one(self, kept: _Kept) -> None:
         start = time.perf_counter()
-        with torch.no_grad():  # a gradient that knew how it was made would keep all of that alive
+        with torch.no_grad():  # or the gradient would keep the graph that made it alive
             kept.jobs.popleft()()
-        self._job_seconds[kept.num_done] = time.perf_counter() - start
-        kept.num_done += 1
-
-    @staticmethod
-    def _backward(kept: _Kept, gradients: Sequence[torch.Tensor | None]) -> None:
-        needing = [each for each in kept.outputs if each.requires_grad]
-        kept.outputs = ()
-        pairs = [pair for pair in zip(needing, gradients, strict=True) if pair[1] is not None]
-        if pairs:
-            torch.autograd.backward([each for each, _ in pairs], [gradient for _, gradient in pairs])
+        self._job_seconds[kept.num_jobs_done] = time.perf_counter() - start
+        kept.num_jobs_done += 1
 
     def input_gradients(self, microbatch: int) -> list[torch.Tensor | None]:
-        """Of the inputs that need one; None for one that was not used."""
+        """Of the inputs that need one; None for an input that was not used."""
         return [each.grad for each in self._kept[microbatch].inputs]
 
-    def let_go(self, microbatch: int) -> None:
-        """After a whole backward nothing is needed any more."""
+    def release(self, microbatch: int) -> None:
+        """Keep nothing of it any more."""
         del self._kept[microbatch]
 
 
+def _backward(kept: _Kept, gradients: Sequence[torch.Tensor | None]) -> None:
+    needing = [each for each in kept.outputs if each.requires_grad]
+    kept.outputs = ()
+    pairs = [pair for pair in zip(needing, gradients, strict=True) if pair[1] is not None]
+    if pairs:
+        torch.autograd.backward([each for each, _ in pairs], [gradient for _, gradient in pairs])
+
+
 def _own_copy(given: torch.Tensor) -> torch.Tensor:
-    """What may be written over; the gradient goes to what was given."""
+    """Memory that may be written over; its gradient flows back to `given`."""
     return given.clone() if given.requires_grad else given

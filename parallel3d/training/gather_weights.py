@@ -1,4 +1,4 @@
-"""A model's whole weights, put together from the parts that ranks have."""
+"""A model's whole weights, gathered from the shards of all ranks."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import json
 
 import torch
 
-from parallel3d.rank_mesh import Mesh
-from parallel3d.tensor.sharded import Cut, cut_of
-from parallel3d.training.rank_part import RankPart
+from parallel3d.tensor.sharded import Cut
+from parallel3d.training.rank_model import RankModel
 from process_groups.group import Group
 
 
-async def gather_weights(part: RankPart, mesh: Mesh) -> dict[str, torch.Tensor] | None:
+async def gather_weights(model: RankModel) -> dict[str, torch.Tensor] | None:
     """Every parameter by its path, on the rank at dp=0 tp=0 pp=0; None elsewhere. All ranks have to call it."""
+    mesh = model.mesh
     if mesh.coords.dp:
-        return None  # a replica has the same
+        return None  # replicas have the same weights
     mine = {}
-    for parameter, name in part.names.items():
-        weights = parameter.detach()
-        cut = cut_of(parameter)
-        whole = weights if cut is None else await _joined(weights, cut, mesh.tp)
-        if part.first_owner(name) == mesh.pp.rank:
-            mine[name] = whole.clone()
+    for shard in model.shards.values():
+        weights = shard.parameter.detach()
+        whole = weights if shard.cut is None else await _joined(weights, shard.cut, mesh.tp)
+        if shard.owners[0] == mesh.pp.rank:
+            mine[shard.name] = whole.clone()
     if mesh.coords.tp:
         return None
     if mesh.pp.rank:
@@ -30,11 +29,11 @@ async def gather_weights(part: RankPart, mesh: Mesh) -> dict[str, torch.Tensor] 
         return None
     for rank in range(1, mesh.pp.size):
         mine |= await _receive(rank, mesh.pp)
-    return {name: mine[name] for name, _ in part.blueprint.model.whole.named_parameters()}
+    return {name: mine[name] for name, _ in model.blueprint.model.whole.named_parameters()}
 
 
 async def _joined(weights: torch.Tensor, cut: Cut, tp: Group) -> torch.Tensor:
-    """From all tensor-parallel ranks. Parts may be of different sizes, so each travels in room for the largest."""
+    """From all tensor-parallel ranks. Sizes may differ by one, so every slice is padded to the largest."""
     sizes = [Cut.of_rank(cut.dim, cut.whole_size, rank, tp.size).size for rank in range(tp.size)]
     first = weights.movedim(cut.dim, 0)
     padded = first.new_zeros((1, max(sizes), *first.shape[1:]))
@@ -44,8 +43,8 @@ async def _joined(weights: torch.Tensor, cut: Cut, tp: Group) -> torch.Tensor:
 
 
 async def _send(weights: dict[str, torch.Tensor], pp: Group) -> None:
-    told = [[name, list(each.shape), str(each.dtype).removeprefix("torch.")] for name, each in weights.items()]
-    text = torch.tensor(list(json.dumps(told).encode()), dtype=torch.uint8, device=pp.device)
+    header = [[name, list(each.shape), str(each.dtype).removeprefix("torch.")] for name, each in weights.items()]
+    text = torch.tensor(list(json.dumps(header).encode()), dtype=torch.uint8, device=pp.device)
     await pp.send(torch.tensor([len(text)], dtype=torch.int64, device=pp.device), 0)
     await pp.send(text, 0)
     for each in weights.values():

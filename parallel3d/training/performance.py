@@ -1,4 +1,4 @@
-"""What a rank's steps took, and what for, as far as the rank alone can tell."""
+"""How long a rank's steps took and where the time went, as far as the rank alone can tell."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import Any, NamedTuple
 
 from monitoring.analysis.totals import WARM_UP
 from monitoring.events.time_parts import MEANINGS, NO_TIME, TimeParts, mean_of
-from parallel3d.pipeline.executor import Timed
-from parallel3d.pipeline.schedules.actions import Kind
+from parallel3d.pipeline.pipeline_pass import TimedAction
+from parallel3d.pipeline.schedules.actions import RECEIVES, SENDS
+from parallel3d.training.step_events import Span, StepMoments
 
 _LATEST = 1000  # steps that performance is about
-_RECEIVES = (Kind.RECV_F, Kind.RECV_B)
-_SENDS = (Kind.SEND_F, Kind.SEND_B)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainStep:
-    """One step. What is the whole mesh's is the same on every rank."""
+    """One step of one rank; loss, norm, learning rate and tokens are the whole mesh's."""
 
     step: int
     """From 0."""
@@ -35,24 +34,51 @@ class TrainStep:
     data_seconds: float
     """How long this rank waited for its batch before the step."""
     reduce_seconds: float
-    """From the last action to the end of the gradients' reduction, and before the first action, where replicas tell
-    each other how much their parts of the batch count."""
+    """From the last action to the end of the gradients' reduction, and before the first action, while replicas
+    exchange how much their parts of the batch count."""
     optimizer_seconds: float
     """Without `meet_seconds`."""
     tensor_seconds: float
     """How long this rank waited for its tensor-parallel peers."""
-    actions: tuple[Timed, ...]
+    actions: tuple[TimedAction, ...]
     """This rank's, in order."""
     meet_seconds: float = 0.0
-    """How long this rank waited for all others' share of the norm."""
+    """How long this rank waited for the norms of all ranks."""
     core_wait_seconds: float = 0.0
-    """How long forwards and backwards had to wait for a core. 0 where that is not measured."""
+    """How long forwards and backwards waited for a core; 0 if that is not measured."""
     began: float = 0.0
     """The end of the step before, in seconds of time.monotonic."""
     ended: float = 0.0
     all_reduce_bandwidth: float | None = None
-    """Bus bandwidth in 10⁹ bytes a second: of the gradients' reduction; with a single replica, of what tensor-parallel
-    ranks added up. None where nothing was."""
+    """Bus bandwidth in 10⁹ bytes a second: of the gradients' reduction; with a single replica, of tensor-parallel
+    all-reduces. None if there were none."""
+
+    @classmethod
+    def of(
+        cls,
+        moments: StepMoments,
+        whole: Span,
+        actions: tuple[TimedAction, ...],
+        *,
+        start: float,
+        has_cpu_times: bool,
+        **values: Any,
+    ) -> TrainStep:
+        """From what was measured; `start` is when the step was asked for, and `values` are the other fields."""
+        agreed = 0.0 if moments.agreed is None else moments.agreed.seconds
+        return cls(
+            seconds=whole.end - start,
+            data_seconds=0.0 if moments.data is None else moments.data.seconds,
+            reduce_seconds=agreed + moments.reduced - actions[-1].end,
+            optimizer_seconds=whole.end - moments.reduced - moments.met.seconds,
+            meet_seconds=moments.met.seconds,
+            tensor_seconds=sum(each.waited for each in actions),
+            core_wait_seconds=_core_wait(actions) if has_cpu_times else 0.0,
+            actions=actions,
+            began=whole.start,
+            ended=whole.end,
+            **values,
+        )
 
     @property
     def tokens_per_second(self) -> float:
@@ -60,37 +86,37 @@ class TrainStep:
 
     @property
     def pipeline_seconds(self) -> float:
-        """How long this rank waited for other stages, and did nothing meanwhile."""
-        return sum(each.end - each.start - each.cpu for each in self.actions if each.action.kind in _RECEIVES)
+        """How long this rank waited for other stages and computed nothing meanwhile."""
+        return sum(each.end - each.start - each.cpu for each in self.actions if each.action.kind in RECEIVES)
 
     @property
     def transfer_seconds(self) -> float:
-        """How long it sent."""
-        return sum(each.end - each.start for each in self.actions if each.action.kind in _SENDS)
+        """How long it was sending."""
+        return sum(each.end - each.start for each in self.actions if each.action.kind in SENDS)
 
     @property
     def compute_seconds(self) -> float:
-        """Forward and backward with a core, weight gradients that were computed while a message was waited for too."""
+        """Forwards and backwards with a core, including weight gradients that were computed inside of receives."""
         done = sum(each.end - each.start for each in self.actions if each.action.is_compute)
-        meanwhile = sum(each.cpu for each in self.actions if each.action.kind in _RECEIVES)
+        meanwhile = sum(each.cpu for each in self.actions if each.action.kind in RECEIVES)
         return done + meanwhile - self.tensor_seconds - self.core_wait_seconds
 
     @property
     def bubble(self) -> float:
-        """The share of its column's time in which this rank neither computed nor sent."""
+        """The share of time, from its first action to its last, in which this rank neither computed nor sent."""
         if not self.actions:
             return 0.0
         span = self.actions[-1].end - self.actions[0].start
         return self.pipeline_seconds / span if span > 0 else 0.0
 
     def parts(self, seconds: float) -> TimeParts:
-        """Where so many seconds went that this step is the most of; the rest is `other`.
+        """Where these seconds went, which include the step; what it does not explain is `other`.
 
-        A rank alone can't tell whether another one came late or the schedule has it so: all waits for other stages are
-        `bubble`, those for replicas `dp_comm`, for tensor-parallel ranks `tp_comm`, and `straggler` is 0. The run's
-        metrics, made from all ranks' events, do tell.
+        A rank alone can't know whether another one came late or the schedule makes it wait: all waits for other stages
+        are `bubble`, those for replicas `dp_comm`, for tensor-parallel ranks `tp_comm`, and `straggler` is 0. The run's
+        metrics are attributed from all ranks' events (monitoring.analysis.attribution) and know.
         """
-        is_pipelined = any(each.action.kind in _RECEIVES for each in self.actions)
+        is_pipelined = any(each.action.kind in RECEIVES for each in self.actions)
         known = {
             "compute": self.compute_seconds,
             "tp_comm": self.tensor_seconds,
@@ -103,8 +129,8 @@ class TrainStep:
         return TimeParts.of({**known, "other": seconds - sum(known.values())})
 
 
-def core_wait(actions: Sequence[Timed]) -> float:
-    """How long computing waited for a core, where the processor computes."""
+def _core_wait(actions: Sequence[TimedAction]) -> float:
+    """How long computing waited for a core."""
     computed = [each for each in actions if each.action.is_compute]
     return sum(max(0.0, each.end - each.start - each.waited - each.cpu) for each in computed)
 
@@ -113,7 +139,7 @@ class _Times(NamedTuple):
     """What is kept of a step: a run may have millions."""
 
     seconds: float
-    """The wait for data included."""
+    """Including the wait for data."""
     tokens: int
     bubble: float
     parts: TimeParts
@@ -124,14 +150,14 @@ class Performance:
 
     def __init__(self, parameters: int) -> None:
         self.parameters = parameters
-        """Numbers that this rank trains."""
+        """Elements of this rank's parameters."""
         self.num_steps = 0
         self.total = NO_TIME
         """Where the time of all steps went, the first ones included."""
         self._steps: deque[_Times] = deque(maxlen=_LATEST)
 
     def add(self, step: TrainStep) -> None:
-        """Made by the coordinator."""
+        """Called by the coordinator."""
         if self.num_steps == WARM_UP:
             self._steps.clear()
         self.num_steps += 1

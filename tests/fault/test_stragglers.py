@@ -16,6 +16,7 @@ from monitoring.analysis.stragglers import IN_A_ROW
 from monitoring.analysis.totals import WARM_UP
 from parallel3d.config import load_config
 from parallel3d.runs.supervised import Run
+from tests.support.tools import CPU_QUOTA, ROOT_USER, needs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -132,9 +133,7 @@ def half_a_core() -> Iterator[Path]:
         group.rmdir()
 
 
-@pytest.mark.skipif(
-    not os.access("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", os.W_OK), reason="needs root and control groups, version 1"
-)
+@needs(ROOT_USER, CPU_QUOTA)
 @MESHES
 async def test_a_rank_with_half_a_core_is_named_within_three_steps(tmp_path, mesh):
     with half_a_core() as group:

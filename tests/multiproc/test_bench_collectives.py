@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
-import shutil
 import signal
 import statistics
 from pathlib import Path
@@ -15,17 +13,19 @@ import pytest
 
 from runtime.cores import num_cores
 from tests.support.processes import ROOT, Started, Stream, children
+from tests.support.tools import needs
 
 pytestmark = pytest.mark.slow
 SECONDS = 100.0
-HAS_MPI = shutil.which("mpirun") is not None and importlib.util.find_spec("mpi4py") is not None
 PROGRESS = r"(2 ranks: starting|all_reduce of 1 MiB, round \d+ of 100000: [\w ]+)? *"
 SMALL = ("--quick", "-n", "2", "--sizes", "4,64KiB", "--rounds", "1")
 NO_MPI = (
     "parallel3d bench collectives: mpi is left out: there is no mpirun on PATH. "
     "Install Open MPI (such as apt install openmpi-bin) and pip install mpi4py.\n"
 )
-
+WITH_OR_WITHOUT_MPI = pytest.mark.parametrize(
+    "has_mpi", [pytest.param(True, marks=needs("mpirun")), False], ids=["mpi", "no mpi"]
+)
 
 _ON_TERMINAL = """
 import os, sys
@@ -37,7 +37,9 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 class Bench(Started):
     """One command whose temporary files, and nothing else, are in a folder of its own."""
 
-    def __init__(self, folder: Path, *args: str, before: tuple[str, ...] = (), **options) -> None:
+    def __init__(self, folder: Path, *args: str, before: tuple[str, ...] = (), has_mpi: bool = True, **options) -> None:
+        if not has_mpi:
+            options["PATH"] = str(folder)  # where there is no program at all
         self.folder = folder / "t"
         self.folder.mkdir()
         command = (*before, "-m", "parallel3d", "bench", "collectives", *args)
@@ -52,7 +54,7 @@ class Bench(Started):
 class LongBench(Bench):
     """One that would go on for long, with its stderr on a terminal, where progress is shown."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, has_mpi: bool) -> None:
         self._fd, theirs = os.openpty()
         self.terminal = Stream(self._fd)
         self.shared_memory = folder / "shm"
@@ -61,6 +63,7 @@ class LongBench(Bench):
             folder,
             *("-n", "2", "--sizes", "1MiB", "--rounds", "100000"),
             before=("-c", _ON_TERMINAL, os.ttyname(theirs)),
+            has_mpi=has_mpi,
             OMPI_MCA_btl_vader_backing_directory=str(self.shared_memory),
         )
         self.terminal.wait_for("all_reduce of 1 MiB, round 2 of 100000: default", SECONDS)
@@ -83,17 +86,11 @@ def run(folder: Path, *args: str, **options) -> tuple[int, str, str]:
         return code, bench.stdout.text, bench.stderr.text
 
 
-def without_mpirun(folder: Path) -> str:
-    """A PATH on which there is no mpirun."""
-    empty = folder / "bin"
-    empty.mkdir()
-    return str(empty)
-
-
-def test_json_has_everything_and_its_figures_agree(short_tmp):
+@WITH_OR_WITHOUT_MPI
+def test_json_has_everything_and_its_figures_agree(short_tmp, has_mpi):
     picture = short_tmp / "bench.png"
-    code, out, err = run(short_tmp, *SMALL, "--json", "--plot", str(picture))
-    assert code == 0, err
+    code, out, err = run(short_tmp, *SMALL, "--json", "--plot", str(picture), has_mpi=has_mpi)
+    assert (code, err) == (0, "" if has_mpi else NO_MPI)
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert picture.stat().st_size > 10_000
     found = json.loads(out)
@@ -112,7 +109,7 @@ def test_json_has_everything_and_its_figures_agree(short_tmp):
     names = list(two["all_reduce"][0]["contestants"])
     assert [name for name in names if name not in ("ring", "tree", "hierarchical", "adaptive")] == [
         *("default", "shared", "staged", "gloo"),
-        *(["mpi"] if HAS_MPI else []),
+        *(["mpi"] if has_mpi else []),
         "memory limit",
     ]
     assert list(two["send"][0]["contestants"]) == ["registered", "unregistered", "gloo"]
@@ -145,8 +142,8 @@ def check_means(run: dict) -> None:
 @pytest.mark.exhaustive
 def test_the_table_is_on_stdout_and_missing_mpi_is_told_once(short_tmp):
     """Three ranks, where bus bandwidth is not algorithm bandwidth; one of them has no part in the sends."""
-    path = without_mpirun(short_tmp)
-    code, out, err = run(short_tmp, "-n", "3", "--sizes", "64", "--rounds", "1", "--dtype", "float64", PATH=path)
+    args = ("-n", "3", "--sizes", "64", "--rounds", "1", "--dtype", "float64")
+    code, out, err = run(short_tmp, *args, has_mpi=False)
     assert code == 0, err
     assert err == NO_MPI
     lines = out.splitlines()
@@ -172,7 +169,6 @@ def test_each_number_of_ranks_is_shown_when_it_is_done(short_tmp):
         assert "\n\nall-reduce, 3 ranks" in bench.stdout.text
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="without mpi4py it is not even tried")
 @pytest.mark.exhaustive
 def test_an_mpi_that_does_not_work_is_left_out_with_its_own_words(short_tmp):
     folder = short_tmp / "bin"
@@ -227,6 +223,7 @@ def test_a_plot_without_matplotlib_is_refused_before_measuring(tmp_path, short_t
     assert run(short_tmp, "--plot", "bench.png", cwd=tmp_path, PYTHONPATH=path) == (2, "", expected)
 
 
+@WITH_OR_WITHOUT_MPI
 @pytest.mark.parametrize(
     ("number", "code"),
     [
@@ -235,24 +232,28 @@ def test_a_plot_without_matplotlib_is_refused_before_measuring(tmp_path, short_t
         pytest.param(signal.SIGHUP, 143, marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_signal_ends_it_and_nothing_stays(short_tmp, number, code):
-    with LongBench(short_tmp) as bench:
+def test_a_signal_ends_it_and_nothing_stays(short_tmp, number, code, has_mpi):
+    with LongBench(short_tmp, has_mpi) as bench:
         bench.send(number)
         assert (bench.finish(), bench.stdout.text) == (code, "")
-        lines = bench.terminal.read_all().rstrip().split("\r")
+        text = bench.terminal.read_all().replace("\r\n", "\n")
+        assert text.startswith(NO_MPI) is not has_mpi
+        lines = text.removeprefix(NO_MPI).rstrip().split("\r")
         assert [line for line in lines if not re.fullmatch(PROGRESS, line)] == []
 
 
-def test_killed_it_takes_its_processes_along(short_tmp):
-    with LongBench(short_tmp) as bench:
+@WITH_OR_WITHOUT_MPI
+def test_killed_it_takes_its_processes_along(short_tmp, has_mpi):
+    with LongBench(short_tmp, has_mpi) as bench:
         bench.send(signal.SIGKILL)
         bench.process.wait(SECONDS)
         bench.wait_until_nothing_is_left()
 
 
+@WITH_OR_WITHOUT_MPI
 @pytest.mark.exhaustive
-def test_a_rank_that_dies_ends_it_with_the_reason(short_tmp):
-    with LongBench(short_tmp) as bench:
+def test_a_rank_that_dies_ends_it_with_the_reason(short_tmp, has_mpi):
+    with LongBench(short_tmp, has_mpi) as bench:
         fork_server = next(pid for pid in children(bench.process.pid) if len(children(pid)) == 2)
         os.kill(children(fork_server)[0], signal.SIGKILL)
         assert (bench.finish(), bench.stdout.text) == (1, "")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from parallel3d.pipeline.schedules.build import SCHEDULES
-from tests.support.hosts import Hosts, why_not
+from tests.support.hosts import Hosts, require_hosts
 from tests.support.processes import Started, write_script
 
 pytestmark = pytest.mark.slow
@@ -226,8 +226,7 @@ def folder(tmp_path: Path) -> Path:
 def slow_network() -> Iterator[dict[str, Any]]:
     """How to start a run whose ranks, over gloo, send each other 12 MB a second: far less than any machine computes
     meanwhile, however busy it is."""
-    if (reason := why_not()) is not None:
-        pytest.skip(reason)
+    require_hosts()
     with Hosts(1) as hosts:
         hosts.limit("100mbit", "lo")
         yield {"inside": hosts.inside(0), "GLOO_SOCKET_IFNAME": "lo"}

@@ -15,9 +15,10 @@ from monitoring.analysis.bottlenecks import KINDS
 from monitoring.dashboards import Setup, Target, files_for, write_files
 from monitoring.events.time_parts import PARTS
 from tests.support.processes import ROOT, Started
-from tests.support.prometheus import Prometheus, Series, needs_prometheus, values
+from tests.support.prometheus import Prometheus, Series, values
+from tests.support.tools import needs
 
-pytestmark = [needs_prometheus, pytest.mark.slow]
+pytestmark = [needs("prometheus"), pytest.mark.slow]
 
 SETUP = Setup(dp=2, tp=2, pp=2, interval=1)
 TEXTS = files_for(SETUP)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import ssl
 import stat
-import subprocess
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -24,6 +22,7 @@ from monitoring.events.time_parts import PARTS
 from parallel3d.config import RunConfig, load_config
 from runtime.errors import ConfigError
 from tests.support.processes import Started
+from tests.support.prometheus import check_metrics
 from tests.support.ranks import torch_variables
 from tests.support.stand_in import stand_in_run
 
@@ -60,14 +59,6 @@ def values_of(text: str) -> Values:
             labels = tuple(sorted(sample.labels.items()))
             found.setdefault(sample.name.removeprefix("parallel3d_"), {})[labels] = sample.value
     return found
-
-
-def check_metrics(text: str) -> None:
-    promtool = shutil.which("promtool")
-    if promtool is not None:
-        command = [promtool, "check", "metrics"]
-        done = subprocess.run(command, input=text, text=True, capture_output=True, timeout=60)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def endpoints(folder: Path) -> dict[str, Any]:

@@ -12,9 +12,10 @@ import trustme
 
 from monitoring.dashboards import Setup, Target, files_for, write_files
 from tests.support.processes import ROOT, Started
-from tests.support.prometheus import Prometheus, needs_prometheus, values
+from tests.support.prometheus import Prometheus, values
+from tests.support.tools import needs
 
-pytestmark = [needs_prometheus, pytest.mark.slow]
+pytestmark = [needs("prometheus"), pytest.mark.slow]
 
 TOKEN = "a-token-of-this-test-alone"
 STARTING = 90.0

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
 import subprocess
 import time
 from collections.abc import Sequence
@@ -20,14 +19,16 @@ from functools import cache
 from types import TracebackType
 from typing import Self
 
+import pytest
+
 from tests.support.processes import SECONDS
 from tests.support.ranks import NETWORK
+from tests.support.tools import ROOT_USER, reason_without
 
 BURST = 128 * 1024  # bytes that a rate limit lets through at once: two of the kernel's largest segments
 _QUEUE = 1024 * 1024  # bytes that wait in front of it; TCP slows down where more are dropped
 _PORT = "29500"  # free: nothing else is in a new namespace
 _UP = ("addrgenmode", "none", "up")  # without IPv6 nothing but the ranks' bytes crosses, and gloo sees one address
-_PACKAGE_OF = {"ip": "iproute2", "tc": "iproute2", "nft": "nftables"}
 
 
 class Refused(Exception):
@@ -42,20 +43,22 @@ def _run(*command: str) -> str:
 
 
 @cache
-def why_not() -> str | None:
+def _why_not() -> str | None:
     """Why hosts can't be made here; None where they can."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    missing = [tool for tool in _PACKAGE_OF if shutil.which(tool) is None]
-    if missing:
-        packages = dict.fromkeys(_PACKAGE_OF[tool] for tool in missing)
-        return f"hosts of a network need {', '.join(missing)}: apt-get install {' '.join(packages)}"
+    if (reason := reason_without(ROOT_USER, "ip", "tc", "nft")) is not None:
+        return reason
     try:
         with Hosts(2, rate="1gbit") as hosts:
             hosts.cut()
     except Refused as error:
-        return f"network namespaces can't be made here: {error}"
+        return f"needs network namespaces, which can't be made here: {error}"
     return None
+
+
+def require_hosts() -> None:
+    """Skip the test that is being set up where hosts can't be made."""
+    if (reason := _why_not()) is not None:
+        pytest.skip(reason)
 
 
 class Hosts:

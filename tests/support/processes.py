@@ -172,6 +172,15 @@ def abandoned_memory() -> set[str]:
     return {path for path in found if os.path.exists(path)}
 
 
+def reset_signals() -> None:
+    """Signals as Python expects them at its start: `nohup` ignores SIGHUP, a shell's `&` SIGINT and SIGQUIT, and all
+    processes below would inherit that. (SIGPIPE is set by Python itself, whatever it inherits.)"""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGCHLD):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
 def write_script(folder: Path, source: str, name: str = "script.py") -> str:
     """A script in this folder; its path."""
     path = folder / name

@@ -21,7 +21,7 @@ from monitoring.events.events import What
 from monitoring.events.recorder import Recorder
 from parallel3d.config import RunConfig
 from parallel3d.data.queue_depths import QueueDepths
-from parallel3d.pipeline.executor import Timed
+from parallel3d.pipeline.pipeline_pass import TimedAction
 from parallel3d.pipeline.schedules.actions import Action, Kind
 from parallel3d.runs.supervised import Run
 from parallel3d.training.performance import Performance, TrainStep
@@ -100,7 +100,7 @@ class StandIn:
             began=whole.start,
             ended=whole.end,
             all_reduce_bandwidth=1.5,
-            actions=(Timed(Action(0, Kind.F, 0), start, middle), Timed(Action(0, Kind.B, 0), middle, end)),
+            actions=(TimedAction(Action(0, Kind.F, 0), start, middle), TimedAction(Action(0, Kind.B, 0), middle, end)),
         )
 
     async def _nothing(self) -> None:

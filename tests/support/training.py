@@ -175,7 +175,7 @@ async def check_dropout(tp: int, *, sequence_parallel: bool) -> None:
     async with Coordinator.from_config(load_config(None, overrides=given)) as coordinator:
         for step in range(2):
             await coordinator.train_step(whole_batch(coordinator.config, step))
-        for parameter, name in coordinator._part.names.items():
+        for parameter, name in coordinator._model.names.items():
             if cut_of(parameter) is None:
                 every = await coordinator.mesh.tp.all_gather(parameter.detach().clone().unsqueeze(0))
                 assert (every == every[0]).all(), name
@@ -186,7 +186,7 @@ async def check_dropout_of_parts(tp: int) -> None:
     given = of_a_users_model(1, tp, 1, "dropping")
     async with Coordinator.from_config(load_config(None, overrides=given)) as coordinator:
         await coordinator.train_step(whole_batch(coordinator.config, 0))
-        model, tp_group = coordinator._part.blueprint.model.whole, coordinator.mesh.tp
+        model, tp_group = coordinator._model.blueprint.model.whole, coordinator.mesh.tp
         for inner, outer in [each for block in model.blocks for each in block.kept]:
             parts = await tp_group.all_gather(inner.byte().unsqueeze(0))
             assert all((parts[0] != part).float().mean() > 0.3 for part in parts[1:]), "half of them differ by chance"

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from tests.support.tools import require
+
 SCREENSHOTS = "PARALLEL3D_SCREENSHOTS"
 """Names the folder that pictures of the documentation go to, such as docs/images."""
 _WINDOW = {"width": 1440, "height": 900}
@@ -18,11 +20,9 @@ _WINDOW = {"width": 1440, "height": 900}
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Of a module: while it is there, its thread has an event loop, in which no asynchronous test could run."""
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("there is no chromium")
+    require("chromium")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         yield browser
         browser.close()
 

@@ -34,6 +34,8 @@ class Kind(StrEnum):
 
 
 COMPUTE = frozenset((Kind.F, Kind.B, Kind.I, Kind.W))
+SENDS = frozenset((Kind.SEND_F, Kind.SEND_B))
+RECEIVES = frozenset((Kind.RECV_F, Kind.RECV_B))
 BACKWARD_FIRST = frozenset((Kind.B, Kind.I))
 """Those that give the stage before what it waits for."""
 
@@ -55,18 +57,18 @@ class Action(NamedTuple):
 
 
 _WAYS = ((Kind.SEND_F, Kind.RECV_F, 1), (Kind.SEND_B, Kind.RECV_B, -1))
-_RECEIVES = {send: (receive, step) for send, receive, step in _WAYS}
-_SENDS = {receive: (send, -step) for send, receive, step in _WAYS}
+_RECEIVE_OF = {send: (receive, step) for send, receive, step in _WAYS}
+_SEND_OF = {receive: (send, -step) for send, receive, step in _WAYS}
 
 
 def receive_of(send: Action) -> Action | None:
     """The receive in which a send ends; None for another action."""
-    return _other_end(send, _RECEIVES)
+    return _other_end(send, _RECEIVE_OF)
 
 
 def send_of(receive: Action) -> Action | None:
     """The send that a receive waits for; None for another action."""
-    return _other_end(receive, _SENDS)
+    return _other_end(receive, _SEND_OF)
 
 
 def _other_end(action: Action, ends: Mapping[Kind, tuple[Kind, int]]) -> Action | None:

@@ -547,7 +547,7 @@ def test_formulas_of_the_documentation(pp, microbatches, virtual, schedule):
             assert entry["makespan"] == pytest.approx(3 * microbatches / float(1 - bubble)), entry
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/schedules.md"])
+@pytest.mark.parametrize("page", ["docs/schedules.md"])
 def test_examples_of_the_documentation_are_real(page, schedule):
     examples = re.findall(r"```\n\$ parallel3d schedule ([^\n]+)\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert examples

@@ -17,7 +17,8 @@ from monitoring.dashboards.alert_rules import alerts
 from monitoring.events.time_parts import PARTS
 from monitoring.prometheus.metric_families import RUN_FAMILIES
 from tests.support.processes import ROOT
-from tests.support.prometheus import needs_prometheus, promtool
+from tests.support.prometheus import promtool
+from tests.support.tools import needs
 
 MESH = ROOT / "configs" / "mesh-2x2x2.yaml"
 SETUP = Setup(dp=2, tp=2, pp=2)
@@ -181,7 +182,7 @@ def test_rates_are_taken_over_four_scrapes_at_least(interval, window):
     assert f"interval: {interval}s" in text
 
 
-@needs_prometheus
+@needs("promtool")
 @pytest.mark.parametrize("setup", [Setup(), SETUP, Setup(dp=64, tp=8, pp=16, interval=30)], ids=lambda s: s.mesh)
 def test_promtool_finds_nothing_wrong(setup, tmp_path):
     write_files(tmp_path, files_for(setup))
@@ -190,7 +191,7 @@ def test_promtool_finds_nothing_wrong(setup, tmp_path):
     assert done.stdout.count("SUCCESS: 7 rules found") == 2
 
 
-@needs_prometheus
+@needs("promtool")
 def test_prometheus_takes_the_configuration_for_ranks_that_are_elsewhere(tmp_path):
     trustme.CA().cert_pem.write_to_path(tmp_path / "ca.pem")
     (tmp_path / "token").write_text("a-token-of-16-characters")
@@ -200,7 +201,7 @@ def test_prometheus_takes_the_configuration_for_ranks_that_are_elsewhere(tmp_pat
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@needs_prometheus
+@needs("promtool")
 def test_alerts_fire_when_they_should_and_only_then(tmp_path):
     write_files(tmp_path, files_for(SETUP))
     (tmp_path / "prometheus" / "cases.yml").write_text(ALERT_CASES.read_text())

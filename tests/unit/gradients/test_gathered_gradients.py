@@ -56,7 +56,7 @@ def backwards(stage: Stage, data: list[torch.Tensor], gathered, *, split: bool =
             stage.weight_backward(number)
         else:
             stage.backward(number, [torch.ones_like(output)])
-            stage.let_go(number)
+            stage.release(number)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -96,7 +96,7 @@ def test_linears_take_turns():
         before = [_version(each.weight.grad) for each in layers]
         stage.backward(number, [torch.ones_like(output)])
         added.append(sum(_version(each.weight.grad) != old for each, old in zip(layers, before, strict=True)))
-        stage.let_go(number)
+        stage.release(number)
     assert added == [2] * 16
 
 
@@ -115,7 +115,7 @@ def test_what_gains_nothing_is_added_at_once(products, case):
         before = _version(linear.weight.grad)
         stage.backward(number, [torch.ones_like(output)])
         assert _version(linear.weight.grad) != before
-        stage.let_go(number)
+        stage.release(number)
     assert products == [rows] * 4
 
 
@@ -157,7 +157,7 @@ def test_a_part_of_something_larger_does_not_keep_all_of_it():
     (rows,) = stage._gatherer._held.values()
     assert [each.untyped_storage().nbytes() for each in rows._inputs] == [2 * WIDTH * 4]
     large.zero_()  # is the caller's again
-    stage.let_go(0)
+    stage.release(0)
     output = stage.forward(3, [torch.ones(2, WIDTH)])
     stage.backward(3, [torch.ones_like(output)])
     assert linear.weight.grad is not None
@@ -172,7 +172,7 @@ def test_who_wants_to_be_told_is_told_in_the_last_backward():
         output = stage.forward(number, [torch.randn(2, WIDTH)])
         assert told == []
         stage.backward(number, [torch.ones_like(output)])
-        stage.let_go(number)
+        stage.release(number)
     assert told == [True]
 
 

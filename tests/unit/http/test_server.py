@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from monitoring.http.addresses import host_and_port, is_loopback, without_port
 from monitoring.http.endpoint import Endpoint, UnusableToken, new_token, read_token, tls_context
 from monitoring.http.server import RENDER_SECONDS, Exposition, make_app, serve
+from tests.support.tools import IPV6, needs
 
 TOKEN = "a-token-of-16-characters"
 
@@ -234,7 +235,7 @@ def test_addresses():
     assert [without_port(each) for each in ("a:80", "a", "[::1]:80", "[::1]", "")] == ["a", "a", "::1", "::1", ""]
 
 
-@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
+@needs(IPV6)
 @pytest.mark.parametrize(("host", "reached"), [("::", ["127.0.0.1", "::1"]), ("::1", ["::1"])])
 def test_all_addresses_are_those_of_ipv4_too(host, reached):
     endpoint = Endpoint.open(host, None)

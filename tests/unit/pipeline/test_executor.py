@@ -112,11 +112,11 @@ async def test_forward_and_backward_apart(schedule):
             executor = Executor(mesh, table, whole.stages, loss)
             expected, model = one_process(table.stages, 4)
             begun = executor.begin(*zip(*map(microbatch, range(4)), strict=True))
-            await begun.forward()
+            await executor.forward(begun)
             assert {each.action.kind for each in begun.timed} <= {Kind.F, Kind.SEND_F, Kind.RECV_F}
             losses = torch.tensor([begun.loss], dtype=torch.float64)
             assert abs((await mesh.pp.all_reduce(losses)).item() - expected) < 1e-12
-            await begun.finish()
+            await executor.finish(begun)
             for index, stage in executor.stages.items():
                 for mine, theirs in zip(stage.module.parameters(), model[index].parameters(), strict=True):
                     torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-13)

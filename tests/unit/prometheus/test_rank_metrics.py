@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-
-import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from monitoring.analysis.facts import RunFacts
@@ -16,6 +12,8 @@ from monitoring.live.observer import Observer
 from monitoring.prometheus.metric_families import RUN_FAMILIES
 from monitoring.prometheus.rank_metrics import RANK_FAMILIES, RankFigures, RankMetrics
 from monitoring.prometheus.scrape_targets import ScrapeTargets
+from tests.support.prometheus import check_metrics
+from tests.support.tools import needs
 
 
 def exposition(figures: RankFigures) -> str:
@@ -56,14 +54,10 @@ def test_no_name_is_also_one_of_the_run():
     assert told == {f"parallel3d_{name}" for name in RANK_FAMILIES}
 
 
-def test_promtool_has_nothing_to_say():
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("promtool is not installed")
+@needs("promtool")
+def test_promtool_finds_no_fault():
     for figures in (RankFigures(), some_figures()):
-        command, text = [promtool, "check", "metrics"], exposition(figures)
-        done = subprocess.run(command, input=text, text=True, capture_output=True, timeout=60)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        check_metrics(exposition(figures))
 
 
 def test_ranks_are_listed_with_their_places():

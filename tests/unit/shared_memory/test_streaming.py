@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import platform
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -14,8 +13,9 @@ import torch
 
 from process_groups.shared_memory import streaming
 from process_groups.shared_memory.streaming import CODE, LISTING, stream
+from tests.support.tools import needs
 
-needs_code = pytest.mark.skipif(streaming._code is None, reason="no x86_64, or a system that lets nobody map code")
+needs_code = pytest.mark.skipif(streaming._code is None, reason="needs x86_64 and memory that may be executed")
 
 
 def aligned_bytes(num: int) -> torch.Tensor:
@@ -110,7 +110,7 @@ def test_the_listing_goes_round_the_cache_and_ends_with_a_fence():
 
 
 @needs_code
-@pytest.mark.skipif(shutil.which("objdump") is None, reason="objdump (binutils) is not installed")
+@needs("objdump")
 def test_the_listing_is_what_the_machine_code_says(tmp_path):
     (tmp_path / "code").write_bytes(CODE)
     command = ["objdump", "-D", "-b", "binary", "-m", "i386:x86-64", "-M", "intel", "--insn-width=16", "code"]

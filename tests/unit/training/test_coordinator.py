@@ -16,7 +16,7 @@ from parallel3d.config import load_config
 from parallel3d.models.build import build_model
 from parallel3d.models.losses import make_loss
 from parallel3d.pipeline.schedules.actions import Kind
-from parallel3d.training import rank_setup
+from parallel3d.training import dropout
 from parallel3d.training.coordinator import Coordinator
 from runtime.errors import CommunicationError, InvalidCall, NonFiniteGradient, culprit_of
 from tests.support.training import (
@@ -215,7 +215,7 @@ async def test_what_one_replica_refuses_all_refuse():
         return str(caught.value), culprit_of(caught.value), (await coordinator.train_step(batch)).loss
 
     (first, culprit, loss), (second, _, other) = await on_mesh(numbers(parallel={"dp": 2}), main)
-    assert first == "the replica at dp=1 refuses its part of this step's batch."
+    assert first == "rank 1 (dp=1 tp=0 pp=0) rejected its part of this step's batch."
     assert second.startswith("the batch's inputs on rank 1 (dp=1 tp=0 pp=0) have NaN or infinity, first in sample 2.")
     assert (culprit, loss) == (1, other)
 
@@ -238,7 +238,7 @@ async def test_an_evaluation_changes_nothing_and_drops_nothing():
 
 async def test_replicas_and_stages_drop_different_values(monkeypatch):
     seeds = []
-    monkeypatch.setattr(rank_setup, "seed_from_now_on", seeds.append)
+    monkeypatch.setattr(dropout, "seed_from_now_on", seeds.append)
 
     async def main(coordinator):
         pass
@@ -249,7 +249,7 @@ async def test_replicas_and_stages_drop_different_values(monkeypatch):
 
 async def test_an_evaluation_leaves_each_modules_mode():
     async def main(coordinator):
-        (stage,) = coordinator._part.stages.values()
+        (stage,) = coordinator._model.stages.values()
         frozen, *others = stage.module.children()
         frozen.eval()
         await coordinator.eval_step(some_numbers())
@@ -411,9 +411,9 @@ def hold_before(part, method, is_over):
 @pytest.mark.parametrize(
     ("waits", "held"),
     [
-        (("_sync", "_all_reduced"), ("_sync", "begin")),
-        (("_optimizer", "_from_all"), ("_optimizer", "_from_all")),
-        (("_optimizer", "_gather"), ("_optimizer", "_update")),
+        (("reducer", "_all_reduced"), ("reducer", "begin")),
+        (("optimizer", "_from_all"), ("optimizer", "_from_all")),
+        (("optimizer", "_gather"), ("optimizer", "_update")),
     ],
     ids=["reducing gradients", "adding up norms", "gathering weights"],
 )
@@ -421,7 +421,7 @@ async def test_a_step_can_be_cancelled_wherever_it_waits_for_a_replica(waits, he
     cancelled, is_over = asyncio.Event(), threading.Event()
 
     async def cancel(coordinator, batch):
-        cancel_within(getattr(coordinator, waits[0]), waits[1])
+        cancel_within(getattr(coordinator._model, waits[0]), waits[1])
         await coordinator.train_step(batch)
 
     async def main(coordinator):
@@ -433,7 +433,7 @@ async def test_a_step_can_be_cancelled_wherever_it_waits_for_a_replica(waits, he
             is_over.set()
             cancelled.set()
         else:
-            hold_before(getattr(coordinator, held[0]), held[1], is_over)
+            hold_before(getattr(coordinator._model, held[0]), held[1], is_over)
             with suppress(CommunicationError):  # not where all that it needs has come before
                 await coordinator.train_step(batch)
             await cancelled.wait()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import parallel3d
-from parallel3d.training import rank_setup
+from parallel3d.training import dropout
 from tests.support.training import FLOAT32, check, check_dropout, check_dropout_of_parts, of_a_llama, settings, train
 from tests.support.user_models import NOISE
 
@@ -80,5 +80,5 @@ async def test_dropout_of_parts_in_one_process():
 
 async def test_ranks_that_drop_nothing_leave_the_numbers_of_their_process_alone(monkeypatch):
     """Others that are made meanwhile draw their first weights from there."""
-    monkeypatch.setattr(rank_setup, "_seed_dropout", None)
+    monkeypatch.setattr(dropout, "_seed_dropout", None)
     await on_ranks(settings(1, 2, 1, parallel__sequence_parallel=True), 2)

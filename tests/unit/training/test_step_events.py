@@ -60,7 +60,7 @@ MESHES = [
 @pytest.mark.parametrize("at_once", [1, 5, 1024])
 @pytest.mark.parametrize(("mesh", "schedule"), MESHES)
 async def test_every_action_leaves_one_event_and_steps_adjoin(mesh, schedule, at_once, monkeypatch):
-    monkeypatch.setattr("parallel3d.pipeline.executor._RECORDS_AT_ONCE", at_once)
+    monkeypatch.setattr("parallel3d.pipeline.pipeline_pass._RECORD_BATCH", at_once)
     assert schedule in TWO_STAGES_A_RANK or schedule in ("1f1b", "zero-bubble", "gpipe")
     for events, coordinator in await on_mesh(settings(*mesh, schedule)):
         column = coordinator._executor.table.columns[coordinator.mesh.pp.rank]
@@ -137,7 +137,7 @@ async def test_tensor_parallel_exchanges_are_one_event_a_kind():
         for events, coordinator in await on_mesh(given):
             calls = [event for event in events if event.what == What.COLLECTIVE and event.axis == Axis.TP]
             assert kinds <= {OPS[event.op] for event in calls}
-            moved = coordinator._part.partners.exchange.moved
+            moved = coordinator._model.partners.exchange.moved
             assert sum(event.num_bytes for event in calls) >= sum(each.num_bytes for each in moved.values()) > 0
 
 
@@ -191,7 +191,7 @@ async def test_passes_apart_are_a_step_too_and_an_evaluation_is_none():
 async def test_a_step_that_failed_is_part_of_the_next():
     async def main(coordinator):
         inputs, targets = whole_batch(coordinator.config, 0)
-        weight = next(iter(coordinator._part.names))
+        weight = next(iter(coordinator._model.shards))
         kept = weight.detach().clone()
         with torch.no_grad():
             weight.fill_(float("inf"))
@@ -229,7 +229,7 @@ async def test_memory_is_told_by_kind():
 
     for shard in (False, True):
         for kinds, coordinator in await on_mesh(settings(2, 1, 1, optimizer__shard=shard), main):
-            weights = sum(each.nbytes for each in coordinator._part.names)
+            weights = sum(each.nbytes for each in coordinator._model.shards)
             assert kinds["weights"] == weights
             assert kinds["gradients"] >= weights
             assert kinds["optimizer"] == 2 * kinds["gradients"] / (2 if shard else 1), "two moments of each"

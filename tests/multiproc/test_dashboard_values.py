@@ -13,9 +13,10 @@ from monitoring.dashboards.expressions import Expressions
 from monitoring.events.time_parts import PARTS
 from monitoring.prometheus.metric_families import RUN_FAMILIES
 from tests.support.made_up_run import COMPUTE, PLACES, SLOW_RANK, SLOW_SCORE, TOKENS, made_up_run, page
-from tests.support.prometheus import Prometheus, needs_prometheus, values
+from tests.support.prometheus import Prometheus, values
+from tests.support.tools import needs
 
-pytestmark = [needs_prometheus, pytest.mark.slow]
+pytestmark = [needs("prometheus"), pytest.mark.slow]
 
 ASKED = Expressions(window="4s")
 
