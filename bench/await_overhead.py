@@ -19,17 +19,17 @@ import torch.distributed as dist
 from common import launch_for_result, main_or_rank, median, options, show, torch_store, wanted
 
 import parallel3d
-from process_groups.torch_backend.backends import TorchBackend, open_backend
+from process_groups.torch_backend.backends import OpenBackend, open_backend
 
 NUM_RANKS = 2
 BLOCK = 50
 
 
-def raw_block(backend: TorchBackend, tensor: torch.Tensor) -> list[float]:
+def raw_block(opened: OpenBackend, tensor: torch.Tensor) -> list[float]:
     times = []
     for _ in range(BLOCK):
         start = time.perf_counter()
-        backend.allreduce([tensor]).wait(timedelta(seconds=30))
+        opened.backend.allreduce([tensor]).wait(timedelta(seconds=30))
         times.append(time.perf_counter() - start)
     return times
 
@@ -45,12 +45,12 @@ async def awaited_block(group: parallel3d.Group, tensor: torch.Tensor) -> list[f
 
 async def measure_overhead(mesh: parallel3d.Mesh, blocks: int) -> dict[str, float]:
     store = dist.FileStore(torch_store(), NUM_RANKS)
-    backend = open_backend("gloo", store, mesh.rank, NUM_RANKS, loopback="127.0.0.1", timeout=30).backend
+    opened = open_backend("gloo", store, mesh.rank, NUM_RANKS, loopback="127.0.0.1", timeout=30)
     tensor = torch.zeros(1)
     raw, awaited = [], []
     for _ in range(blocks):
         await mesh.world.barrier()
-        raw.append(median(raw_block(backend, tensor)) * 1e6)
+        raw.append(median(raw_block(opened, tensor)) * 1e6)
         await mesh.world.barrier()
         awaited.append(median(await awaited_block(mesh.world, tensor)) * 1e6)
     differences = [a - r for a, r in zip(awaited, raw, strict=True)]

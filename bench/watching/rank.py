@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -54,12 +55,12 @@ class Switch:
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator, self._recorder = coordinator, coordinator.recorder
-        silent = coordinator._make_executor(coordinator._part.blueprint.table)
-        self._processors = {True: coordinator._executor._processor, False: silent._processor}
+        context = coordinator._executor._context
+        self._contexts = {True: context, False: replace(context, recorder=None)}
 
     def turn(self, on: bool) -> None:
-        coordinator, executor, recorder = self._coordinator, self._coordinator._executor, self._recorder if on else None
-        executor._recorder, executor._processor = recorder, self._processors[on]
+        coordinator, recorder = self._coordinator, self._recorder if on else None
+        coordinator._executor._context = self._contexts[on]
         coordinator.recorder = coordinator._events.recorder = coordinator.mesh.collectives.events_into = recorder
 
 

@@ -9,7 +9,11 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import pytest
+import torch
 
+import parallel3d
+from parallel3d.config import load_config
+from parallel3d.training.coordinator import Coordinator
 from tests.support.processes import ROOT, SECONDS
 
 Load = Callable[[str], ModuleType]
@@ -21,7 +25,7 @@ def load(monkeypatch) -> Iterator[Load]:
     monkeypatch.syspath_prepend(ROOT / "bench")
     before = set(sys.modules)
     yield importlib.import_module
-    for name in ("common", "collectives"):
+    for name in ("common", "collectives", "rank"):
         if name not in before:
             sys.modules.pop(name, None)
 
@@ -50,6 +54,28 @@ def test_what_was_not_measured_is_left_out(load):
     assert not any("per byte" in line for line in module.lines_of(found))
     lines = module.lines_of(found | {"time_per_byte_1MiB_over_256MiB": 0.5})
     assert "time per byte, 1 MiB over 256 MiB: 0.50" in lines
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+async def test_the_switch_of_the_monitoring_benchmark(load, monkeypatch, pp):
+    monkeypatch.syspath_prepend(ROOT / "bench" / "watching")
+    switch_of = load("rank").Switch
+    overrides = {"model.args": {"layers": 2, "width": 8, "heads": 1, "sequence": 4}, "parallel.pp": pp}
+    config = load_config(None, overrides=overrides, environ={})
+    batch = torch.zeros(2, 1, 4, dtype=torch.int64).unbind()
+
+    async def rank() -> list[bool]:
+        recorded = []
+        async with Coordinator.from_config(config) as coordinator:
+            recorder, switch = coordinator.recorder, switch_of(coordinator)
+            for on in (True, False, True):
+                switch.turn(on)
+                recorder.take()
+                await coordinator.train_step(batch)
+                recorded.append(bool(recorder.take().data))
+        return recorded
+
+    assert await parallel3d.in_process(rank, ranks=pp) == [[True, False, True]] * pp
 
 
 @pytest.mark.slow
