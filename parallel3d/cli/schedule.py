@@ -172,13 +172,14 @@ def _check_file(option: str, path: Path) -> None:
 
 def _show_measured(path: Path, files: dict[str, Path | None], as_json: bool) -> None:
     from parallel3d.json_lines import dump
-    from parallel3d.pipeline.simulation.measured import Measured, compare
+    from parallel3d.pipeline.simulation.measured import compare
     from parallel3d.reports.drawing.lanes import lanes_of_measured
+    from parallel3d.reports.run_reader import load_measured_step
 
     for option, file in files.items():
         if file is not None:
             _check_file(option, file)
-    step = Measured.load(path)
+    step = load_measured_step(path)
     drawn = step.in_milliseconds()
     _write_pictures(compare(drawn).planned, files, lanes_of_measured(drawn))
     compared = compare(step)

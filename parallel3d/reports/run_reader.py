@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -18,7 +19,7 @@ from monitoring.report import Report, make_report
 from parallel3d.config.yaml_positions import LARGEST_FILE, parse_yaml
 from parallel3d.pipeline.simulation.measured import Measured
 from parallel3d.reports.pipeline_view import pipeline_view
-from parallel3d.reports.untrusted_files import open_regular, read_bounded
+from parallel3d.reports.untrusted_files import open_regular, read_bounded, unzip_bounded
 from parallel3d.runs.record import Status
 from runtime.errors import ConfigError, Coords, InvalidCall, name_rank
 
@@ -27,6 +28,7 @@ KILLED = "killed"
 MOST_STEPS = 2000
 MOST_LOG_LINES = 1000
 _MOST_BYTES = 1 << 30  # of a JSON file: ten million steps
+_MOST_TRACE_BYTES = 256 << 20  # unzipped: some steps of hundreds of ranks
 _LONGEST_LINE = 1 << 20  # no message of a rank is longer than 64 KiB
 _LARGEST_NUMBER = 1e300  # so that their sums are numbers too
 _RANK_NUMBERS = (
@@ -126,7 +128,7 @@ class FinishedRun:
     def last_step(self) -> tuple[int, Measured] | None:
         """The last step's number and its pipeline, where that has more than one stage."""
         with suppress(InvalidCall):
-            return Measured.last_of_run(self.folder) if self.mesh["pp"] > 1 else None
+            return last_measured_step(self.folder) if self.mesh["pp"] > 1 else None
         return None
 
     def pipeline(self) -> Json | None:
@@ -323,3 +325,22 @@ def _is_alive(pid: Any, since: float | None) -> bool:
     except (OSError, ValueError, IndexError, StopIteration):
         return False
     return int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK") <= since + 2.0  # btime is rounded
+
+
+def load_measured_step(path: str | Path) -> Measured:
+    """From a file of `Measured.to_json`, or from the folder of a run: then its last step, in the first replica's
+    pipeline."""
+    if Path(path).is_dir():
+        return last_measured_step(path)[1]
+    try:
+        return Measured.from_json(json.loads(Path(path).read_text()))
+    except (OSError, ValueError, KeyError, TypeError, InvalidCall) as error:
+        raise InvalidCall(f"{path} holds no measured step: {error}") from error
+
+
+def last_measured_step(folder: str | Path) -> tuple[int, Measured]:
+    """The last step that a run's trace holds, in the first replica's pipeline, and its number."""
+    try:
+        return Measured.from_trace(json.loads(unzip_bounded(Path(folder, "trace.json.gz"), _MOST_TRACE_BYTES)))
+    except (OSError, EOFError, ValueError, KeyError, TypeError, InvalidCall, zlib.error) as error:
+        raise InvalidCall(f"{folder} holds no measured step: {error}") from error

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import re
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from parallel3d.pipeline.schedules.actions import Action, Kind, parse_actions, send_of
+from parallel3d.pipeline.schedules.actions import RECEIVES, Action, Kind, parse_actions, send_of
 from parallel3d.pipeline.schedules.table import Table
 from parallel3d.pipeline.simulation import Costs, Simulation, simulate
-from parallel3d.reports.untrusted_files import unzip_bounded
 from runtime.errors import InvalidCall
 
 Moments = tuple[tuple[float, ...], ...]
 """A column a rank, in seconds."""
-_RECEIVES = frozenset((Kind.RECV_F, Kind.RECV_B))
 _LATE = 0.1  # of the action's own planned time: what is within that is noise
 _LEAST = 0.0005  # seconds that count as late
-_MOST_TRACE_BYTES = 256 << 20  # unzipped: some steps of hundreds of ranks
 
 
 class Why(StrEnum):
@@ -83,7 +77,7 @@ class Measured:
             tuple(tuple(end - first for _, end, *_ in column) for column in times),
             tuple(tuple(waited for _, _, waited, _ in column) for column in times),
             tuple(
-                tuple(cpu if action.kind in _RECEIVES else 0.0 for action, (*_, cpu) in zip(*both, strict=True))
+                tuple(cpu if action.kind in RECEIVES else 0.0 for action, (*_, cpu) in zip(*both, strict=True))
                 for both in zip(table.columns, times, strict=True)
             ),
         )
@@ -201,8 +195,6 @@ class Measured:
     def _times(self) -> dict[Action, tuple[float, float]]:
         return {action: (start, end) for _, action, start, end in self._actions()}
 
-    # Files.
-
     def to_json(self) -> dict[str, Any]:
         return {
             "schedule": self.table.schedule,
@@ -228,22 +220,26 @@ class Measured:
         return cls(table, starts, ends, waits, worked_off)
 
     @classmethod
-    def load(cls, path: str | Path) -> Measured:
-        """A file that `to_json` made, or the folder of a run: then its last step, in the first replica's pipeline."""
-        if Path(path).is_dir():
-            return cls.last_of_run(path)[1]
-        try:
-            return cls.from_json(json.loads(Path(path).read_text()))
-        except (OSError, ValueError, KeyError, TypeError, InvalidCall) as error:
-            raise InvalidCall(f"{path} holds no measured step: {error}") from error
-
-    @classmethod
-    def last_of_run(cls, folder: str | Path) -> tuple[int, Measured]:
-        """The last step that a run's folder holds, and its number; in the first replica's pipeline."""
-        try:
-            return _of_trace(json.loads(unzip_bounded(Path(folder, "trace.json.gz"), _MOST_TRACE_BYTES)))
-        except (OSError, EOFError, ValueError, KeyError, TypeError, InvalidCall, zlib.error) as error:
-            raise InvalidCall(f"{folder} holds no measured step: {error}") from error
+    def from_trace(cls, trace: dict[str, Any]) -> tuple[int, Measured]:
+        """The last step in a run's trace and its number, of the pipeline at dp=0 tp=0. Raises InvalidCall, KeyError or
+        TypeError for a trace without one."""
+        events = trace["traceEvents"]
+        places = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
+        ranks = sorted(
+            (int(found[1]), rank) for rank, name in places.items() if (found := re.search(r"dp=0 tp=0 pp=(\d+)", name))
+        )
+        actions = [each for each in events if each.get("cat") in Kind.__members__.values() and "args" in each]
+        if not ranks or not actions:
+            raise InvalidCall("it has no actions of a pipeline")
+        last = max(each["args"]["step"] for each in actions)
+        columns, times = [], []
+        for _, rank in ranks:
+            mine = [each for each in actions if each["pid"] == rank and each["args"]["step"] == last]
+            columns.append(tuple(parse_actions(each["name"])[0] for each in mine))
+            times.append([_trace_times(each["ts"] / 1e6, each["dur"] / 1e6, each["args"]) for each in mine])
+        numbers = [(action.stage, action.microbatch or 0) for column in columns for action in column]
+        table = Table("run", 1 + max(stage for stage, _ in numbers), 1 + max(mb for _, mb in numbers), tuple(columns))
+        return last, cls.of(table, times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,26 +328,5 @@ def _why(measured: Measured, planned: Simulation, rank: int, at: int) -> tuple[W
     return max(lost, key=lost.__getitem__)
 
 
-def _of_trace(trace: dict[str, Any]) -> tuple[int, Measured]:
-    """The last step of the pipeline at dp=0 tp=0, from a run's trace, and its number."""
-    events = trace["traceEvents"]
-    places = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
-    ranks = sorted(
-        (int(found[1]), rank) for rank, name in places.items() if (found := re.search(r"dp=0 tp=0 pp=(\d+)", name))
-    )
-    actions = [each for each in events if each.get("cat") in Kind.__members__.values() and "args" in each]
-    if not ranks or not actions:
-        raise InvalidCall("it has no actions of a pipeline")
-    last = max(each["args"]["step"] for each in actions)
-    columns, times = [], []
-    for _, rank in ranks:
-        mine = [each for each in actions if each["pid"] == rank and each["args"]["step"] == last]
-        columns.append(tuple(parse_actions(each["name"])[0] for each in mine))
-        times.append([_times(each["ts"] / 1e6, each["dur"] / 1e6, each["args"]) for each in mine])
-    numbers = [(action.stage, action.microbatch or 0) for column in columns for action in column]
-    table = Table("run", 1 + max(stage for stage, _ in numbers), 1 + max(mb for _, mb in numbers), tuple(columns))
-    return last, Measured.of(table, times)
-
-
-def _times(start: float, length: float, details: dict[str, Any]) -> tuple[float, float, float, float]:
+def _trace_times(start: float, length: float, details: dict[str, Any]) -> tuple[float, float, float, float]:
     return start, start + length, details.get("waited", 0.0), details.get("cpu", 0.0)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 
-from monitoring.events.trace import Span, chrome_trace, to_bytes
 from parallel3d.pipeline.schedules.actions import Action, Kind, parse_actions
 from parallel3d.pipeline.schedules.build import SCHEDULES, build
 from parallel3d.pipeline.simulation import Costs, simulate
 from parallel3d.pipeline.simulation.measured import Late, Measured, Why, compare
-from runtime.errors import InvalidCall
 
 COSTS = Costs(2, forward=[0.01, 0.02], input_backward=[0.01, 0.02], weight_backward=[0.01, 0.02], transfer=0.001)
 TABLE = build("1f1b", 2, 4).with_communication()
@@ -151,45 +148,3 @@ def test_where_ranks_have_several_stages_the_bubble_of_each_is_shown():
     ratio = 100 * planned.stage_bubble_ratios[3]
     assert lines[8] == f"    3  {ratio:12.1f} %  {ratio:6.1f} %"
     assert found.to_json()["stage_bubble_ratios"]["measured"] == list(found.measured.stage_bubble_ratios)
-
-
-def test_files(tmp_path):
-    measured, path = as_planned(), tmp_path / "step.json"
-    path.write_text(json.dumps(measured.to_json()))
-    assert Measured.load(path) == measured
-    path.write_text(json.dumps({**measured.to_json(), "starts": [[0.0]]}))
-    with pytest.raises(InvalidCall, match=r"step\.json holds no measured step: a measured step has one start, one end"):
-        Measured.load(path)
-    path.write_text("[]")
-    with pytest.raises(InvalidCall, match=r"step\.json holds no measured step"):
-        Measured.load(path)
-
-
-def test_the_last_step_of_a_run(tmp_path):
-    """From its trace: of several replicas, tensor-parallel ranks and steps, one pipeline in one step."""
-    names = {1: "rank 1 (dp=0 tp=0 pp=0)", 0: "rank 0 (dp=0 tp=0 pp=1)", 2: "rank 2 (dp=1 tp=0 pp=0)"}
-    details = {"waited": 0.001, "cpu": 0.002}
-    ranks = {
-        rank: [
-            Span(1, str(each), each.kind, step + 0.01 * at, step + 0.01 * at + 0.008, {"step": step, **details})
-            for step in (3, 4)
-            for at, each in enumerate(TABLE.columns[column])
-        ]
-        for rank, column in ((1, 0), (0, 1), (2, 0))
-    }
-    (tmp_path / "trace.json.gz").write_bytes(to_bytes(chrome_trace(ranks, names)))
-    found = Measured.load(tmp_path)
-    assert found.table.columns == TABLE.columns
-    assert (found.table.stages, found.table.microbatches) == (TABLE.stages, TABLE.microbatches)
-    assert found.makespan == pytest.approx(0.01 * max(map(len, TABLE.columns)) - 0.002, abs=1e-6)
-    assert {waited for column in found.waits for waited in column} == {0.001}
-    for column, worked_off in zip(TABLE.columns, found.worked_off, strict=True):
-        assert [bool(seconds) for seconds in worked_off] == ["RECV" in each.kind for each in column]
-
-
-def test_a_folder_without_a_trace(tmp_path):
-    with pytest.raises(InvalidCall, match=r"holds no measured step: .*trace\.json\.gz"):
-        Measured.load(tmp_path)
-    (tmp_path / "trace.json.gz").write_bytes(to_bytes({"traceEvents": []}))
-    with pytest.raises(InvalidCall, match=r"it has no actions of a pipeline"):
-        Measured.load(tmp_path)

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from parallel3d.pipeline.simulation.measured import Measured
 from parallel3d.reports.html import to_page
-from parallel3d.reports.run_reader import load_run, read_run, thinned
+from parallel3d.reports.run_reader import last_measured_step, load_run, read_run, thinned
 from runtime.errors import InvalidCall
 from tests.support.run_folders import (
     BOTTLENECK,
@@ -212,9 +211,9 @@ def test_a_small_file_that_unzips_to_a_large_one_is_left_out(tmp_path, monkeypat
     write_run(tmp_path)
     assert load_run(tmp_path)["pipeline"] is not None
     (tmp_path / "trace.json.gz").write_bytes(gzip.compress(b" " * (3 << 20)))
-    monkeypatch.setattr("parallel3d.pipeline.simulation.measured._MOST_TRACE_BYTES", 1 << 20)
+    monkeypatch.setattr("parallel3d.reports.run_reader._MOST_TRACE_BYTES", 1 << 20)
     with pytest.raises(InvalidCall, match="holds more than 1 MiB"):
-        Measured.last_of_run(tmp_path)
+        last_measured_step(tmp_path)
     assert load_run(tmp_path)["pipeline"] is None
 
 
