@@ -17,7 +17,7 @@ from monitoring.events.events import What
 from monitoring.events.recorder import Recorder
 from parallel3d.config import RunConfig
 from parallel3d.data import Batch, Batches, Dataset, Sampler, make_dataset
-from parallel3d.data.queue_depths import QueueDepths
+from parallel3d.data.batches import QueueDepths
 from parallel3d.gradients.reducer import farewell
 from parallel3d.models.losses import per_one
 from parallel3d.optim.lr_schedule import learning_rate
