@@ -124,9 +124,7 @@ async def test_what_cannot_be_laid_out():
         one = parameter(3)
         with pytest.raises(InvalidCall, match=r"shares memory with another one; to tie them, use one parameter"):
             GradientSync(mesh, {0: [one, nn.Parameter(one.data)]}, [0], bucket_bytes=1 << 20)
-        with pytest.raises(
-            InvalidCall, match=r"^order = \[1\], but the stages are \[0, 1\]: give each once\.$"
-        ):
+        with pytest.raises(InvalidCall, match=r"^order = \[1\], but the stages are \[0, 1\]: give each once\.$"):
             GradientSync(mesh, {0: [], 1: []}, [1], bucket_bytes=1 << 20)
         sync = GradientSync(mesh, {0: [parameter(3)], 1: []}, [1, 0], bucket_bytes=1 << 20)
         with pytest.raises(InvalidCall, match=r"^finish: no step is under way\.$"):

@@ -324,7 +324,7 @@ def test_a_module_that_gets_no_values_is_refused_and_stays_on_meta():
     with pytest.raises(InvalidCall) as error:
         fill(model, (1,))
     assert str(error.value) == (
-        "0.weight has no first values: Scale is on meta, and nothing gave it any. "
+        "0.weight has no initial values: Scale is on meta, and nothing gave it any. "
         "Give it a method reset_parameters() that does, or build it with real memory."
     )
     assert model.whole[0].weight.is_meta
@@ -334,7 +334,7 @@ def test_a_module_whose_first_values_fail_is_named():
     model = sequential(nn.Identity, Fails)
     with pytest.raises(RuntimeError, match="no") as error:
         fill(model, (2,))
-    assert error.value.__notes__ == ["This is from giving 1 (Fails) its first values."]
+    assert error.value.__notes__ == ["This is from initializing 1 (Fails)."]
     assert model.whole[1].weight.is_meta
 
 
