@@ -19,6 +19,7 @@ from parallel3d.models.layered import LayeredModel
 from parallel3d.models.llama import build_llama
 from parallel3d.models.materialize import materialize
 from parallel3d.seeding import seed_of, seeded
+from parallel3d.torch_internals import children_of
 from runtime.errors import InvalidCall
 
 Build = Callable[[], LayeredModel]
@@ -286,7 +287,7 @@ class Counter(nn.Module):
 def sequential(*modules: Callable[[], nn.Module]) -> LayeredModel:
     with torch.device("meta"):
         whole = nn.Sequential(*(make() for make in modules))
-    return LayeredModel(whole, (), tuple(whole._modules), (), {}, reset_parameters)
+    return LayeredModel(whole, (), tuple(children_of(whole)), (), {}, reset_parameters)
 
 
 def test_modules_of_torch_begin_as_torch_makes_them():
