@@ -1,4 +1,4 @@
-"""Where samples come from: sources, the order of samples, and batches that are loaded ahead."""
+"""Datasets, the order of their samples, and batches that are prefetched."""
 
 from parallel3d.data.batch import Batch as Batch
 from parallel3d.data.batches import Batches as Batches

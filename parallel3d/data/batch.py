@@ -12,14 +12,14 @@ Inputs = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 class Batch(NamedTuple):
-    """One replica's samples of one step; the first dimension counts them."""
+    """One replica's samples of one step, stacked along the first dimension."""
 
     inputs: Inputs
     targets: torch.Tensor
 
 
 def collate(samples: Sequence[Any]) -> Batch:
-    """Samples of (input, target) as one batch. Raises ValueError or TypeError, which say what does not fit."""
+    """Stack samples of (input, target) into a batch. Raises ValueError or TypeError, which say what does not fit."""
     for sample in samples:
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
             raise TypeError(f"a sample must be (input, target), not {_described(sample)}")
@@ -47,7 +47,7 @@ def _stacked(values: Sequence[Any], what: str) -> torch.Tensor:
 
 
 def _kind(value: Any) -> str:
-    """What has to be equal for values to be stacked."""
+    """What must be equal for values to be stacked: dtype and shape, or the type."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     if isinstance(value, (np.ndarray, np.generic)):

@@ -1,4 +1,4 @@
-"""Batches loaded ahead of the steps that use them, and how long each was waited for."""
+"""Prefetched batches: loaded ahead of the steps that use them, with the time that each was waited for."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ from runtime.errors import DataError, InvalidCall
 from runtime.log_context import bind_step
 from runtime.threads import DaemonThreads
 
-# A read that is under way cannot be interrupted; longer than this nobody waits for its end.
-_LONGEST_CLOSE = 1.0
+_LONGEST_CLOSE = 1.0  # seconds that closing waits for a running read, which cannot be interrupted
 
 
 class Batches:
-    """The batches of steps first..stop-1, one after the other; while one is used, `prefetch` more are loaded.
+    """The batches of steps first..stop-1 in order; while one is used, `prefetch` more are loaded.
 
         async with Batches(dataset, sampler, stop=100) as batches:
             async for batch in batches:
-                ...   # batches.step is its number, batches.last_waited what it was waited for
+                ...   # batches.step is its step, batches.last_waited the seconds it was waited for
 
     Cancelling a wait loses nothing: the next one gives the same batch. An error in the dataset ends the iteration.
-    Without `async with`, the thread ends with the last batch, `aclose`, or when nobody holds this any more.
+    Without `async with`, the loading thread ends with the last batch, with `aclose`, or when this object is deleted.
     """
 
-    _is_closed = True  # until it is made
+    _is_closed = True  # for __del__, if __init__ raises
 
     def __init__(
         self,
@@ -46,25 +45,25 @@ class Batches:
         timeout: float | None = None,
     ) -> None:
         if prefetch < 0:
-            raise InvalidCall(f"prefetch = {prefetch}; the least is 0, which loads each batch when it is asked for.")
+            raise InvalidCall(f"prefetch = {prefetch}: give 0 or more; 0 loads each batch when it is asked for.")
         self._dataset, self._sampler, self._timeout = dataset, sampler, timeout
         self._next, self._stop, self._prefetch = first, stop, prefetch
         self._loading: deque[Future[Batch]] = deque()
         self._thread: DaemonThreads | None = None
         self._is_closed = self._is_waiting = False
         self.waited = 0.0
-        """Seconds, over all batches so far."""
+        """Seconds waited for all batches so far."""
         self.last_waited = 0.0
-        """Seconds, for the batch that came last."""
+        """Seconds waited for the last batch."""
 
     @property
     def num_ready(self) -> int:
-        """Batches that are loaded, and wait to be asked for."""
+        """Prefetched batches that are loaded."""
         return sum(loading.done() for loading in self._loading)
 
     @property
     def step(self) -> int:
-        """The step of the batch that came last."""
+        """The step of the last batch."""
         return self._next - 1
 
     def __aiter__(self) -> Self:
@@ -72,7 +71,7 @@ class Batches:
 
     async def __anext__(self) -> Batch:
         if self._is_waiting:
-            raise InvalidCall("Another task waits for a batch already; batches are asked for one after the other.")
+            raise InvalidCall("Another task waits for a batch already: ask for one at a time.")
         if self._is_closed or self._next >= self._stop:
             await self.aclose()
             raise StopAsyncIteration
@@ -110,14 +109,14 @@ class Batches:
             self.waited += self.last_waited
 
     async def aclose(self) -> None:
-        """Load no more, and wait a moment for a read that is under way."""
+        """Stop loading, and wait a moment for a running read."""
         for loading in self._end():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LONGEST_CLOSE):
                     await _end_of(loading)
 
     def _end(self) -> list[Future[Batch]]:
-        """Stop without waiting; gives what cannot be stopped."""
+        """Stop without waiting; returns the loads that are running."""
         running = [loading for loading in self._loading if not loading.cancel()]
         self._loading.clear()
         if self._thread is not None and not self._is_closed:
@@ -140,20 +139,40 @@ class Batches:
 
 
 def _load(dataset: Dataset, sampler: Sampler, step: int) -> Batch:
-    """A function, not a method: a load that waits its turn must not keep the batches alive."""
+    """Not a method: a queued load must not keep the Batches alive."""
     bind_step(step)
     return dataset.batch(sampler.indices(step))
 
 
 async def _end_of(future: Future[Batch]) -> None:
-    """Wait until it is done, however it ended. Unlike awaiting it, cancelling this leaves it alone."""
+    """Wait until it is done, with or without an error. Cancelling the wait does not cancel the future."""
     if future.done():
         return
     loop, done = asyncio.get_running_loop(), asyncio.Event()
 
-    def tell(_: Future[Batch]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop may be gone by then
+    def wake(_: Future[Batch]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop may be closed by then
             loop.call_soon_threadsafe(done.set)
 
-    future.add_done_callback(tell)
+    future.add_done_callback(wake)
     await done.wait()
+
+
+class QueueDepths:
+    """How many batches were ready each time one was asked for: 0 means that steps wait for data."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        """The most batches that are prefetched."""
+        self._sum = self._num = 0
+
+    def note(self, depth: int) -> None:
+        """Note the depth when a batch is asked for."""
+        self._sum += depth
+        self._num += 1
+
+    def take(self) -> float | None:
+        """The mean since the last call; None if no batch was asked for."""
+        mean = self._sum / self._num if self._num else None
+        self._sum = self._num = 0
+        return mean

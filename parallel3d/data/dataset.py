@@ -1,4 +1,4 @@
-"""Datasets: what the configuration names, as samples that have a number each."""
+"""The dataset that the configuration names, as numbered samples."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typing import Any, Protocol
 from parallel3d.config.errors import problem_of_key
 from parallel3d.config.sections import CustomModel, HfModel, RunConfig
 from parallel3d.data.batch import Batch
-from parallel3d.data.text_files import TextFiles, standard_library, text_files
-from parallel3d.data.token_file import TokenFile
+from parallel3d.data.token_sources import TextFiles, TokenFile, standard_library, text_files
 from parallel3d.data.user_dataset import make_user_dataset
 from parallel3d.data.windows import Limit, Windows
 
 
 class Dataset(Protocol):
-    """Samples by number. The numbers mean the same on every rank."""
+    """Samples by index. An index means the same sample on every rank."""
 
     def __len__(self) -> int: ...
 
@@ -25,11 +24,11 @@ class Dataset(Protocol):
         """One sample: (input, target)."""
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """These samples as one batch; raises DataError, which names the one at fault."""
+        """These samples as one batch; raises DataError, which names the sample at fault."""
 
 
 def make_dataset(config: RunConfig) -> Dataset:
-    """The dataset of a run. What cannot work is refused here, by its key; samples are read when they are asked for."""
+    """The dataset of a run. Raises ConfigError, which names the key; samples are read when they are asked for."""
     if config.data.factory is not None:
         dataset: Dataset = make_user_dataset(config.data.factory, config.train.seed)
         if len(dataset) < config.batch_size:
@@ -57,13 +56,13 @@ def _windows(config: RunConfig) -> Windows:
 def _tokens(config: RunConfig) -> TextFiles | TokenFile:
     path = config.data.path
     if config.data.source == "tokens":
-        assert path is not None, "the rules of the configuration ask for it"
+        assert path is not None, "checked by config/rules"
         return TokenFile(path, config.data.token_type)
     return TextFiles(standard_library() if path is None else text_files(path))
 
 
 def vocabulary(config: RunConfig) -> Limit | None:
-    """How many tokens the model knows, and the key that says so; None where only the model does."""
+    """The size of the model's vocabulary, and the key that says so; None where the configuration does not say."""
     model = config.model
     if isinstance(model, HfModel) and model.args.path is not None:
         return _stored_vocabulary(model.args.path)
@@ -77,7 +76,7 @@ def vocabulary(config: RunConfig) -> Limit | None:
 
 
 def _stored_vocabulary(folder: str) -> Limit | None:
-    """What is wrong with the file is said where the model is built."""
+    """None for a file that cannot be read: building the model reports what is wrong with it."""
     try:
         size = json.loads((Path(folder) / "config.json").read_bytes())["vocab_size"]
     except (OSError, ValueError, LookupError, TypeError):

@@ -1,4 +1,4 @@
-"""A dataset of the user's own: whatever it does wrong is told with its key and the sample's number."""
+"""A user's dataset; its errors name the key and the sample."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.errors import DataError
 
 
 class UserDataset:
-    """A map-style dataset, and batches of it."""
+    """A map-style dataset that can stack its samples into batches."""
 
     def __init__(self, dataset: Any, factory: str) -> None:
         self._dataset, self._factory, self._length = dataset, factory, len(dataset)
@@ -48,7 +48,7 @@ class UserDataset:
 
 
 def make_user_dataset(factory: str, seed: int) -> UserDataset:
-    """Call the factory, and look at the first sample."""
+    """Call the factory, and check the first sample."""
     with seeded(seed):  # every rank calls it for itself
         dataset = call_factory("data.factory", factory)
     if not hasattr(type(dataset), "__len__") or not hasattr(type(dataset), "__getitem__"):

@@ -1,4 +1,4 @@
-"""Samples cut from one long row of tokens, each with the tokens that follow as its target."""
+"""Windows of a long token sequence as samples, each with the next tokens as its target."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from runtime.errors import DataError
 
 
 class Tokens(Protocol):
-    """A long row of token numbers that is not all in memory."""
+    """A long sequence of token numbers that is not held in memory."""
 
     dtype: np.dtype[Any]
 
     def __len__(self) -> int: ...
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
-        """That part of the row."""
+        """Tokens start..stop-1."""
 
 
 class Limit(NamedTuple):
-    """How many tokens there are, and the key that says so."""
+    """The size of a vocabulary, and the key that says so."""
 
     key: str
     size: int
     given: str | None = None
-    """The key's value, where it names what has the number."""
+    """The key's value, where that is not the size itself but a folder that has it."""
 
 
 class Windows:
-    """Sample i is the tokens from i * sequence on, and its target the same one further; samples don't overlap."""
+    """Sample i is `sequence` tokens from i * sequence on, and its target the same shifted by one; samples don't
+    overlap."""
 
     def __init__(self, tokens: Tokens, sequence: int, vocabulary: Limit | None = None) -> None:
         self._tokens, self._sequence, self._vocabulary = tokens, sequence, vocabulary
@@ -57,7 +58,7 @@ class Windows:
     def batch(self, indices: Sequence[int]) -> Batch:
         """These samples as one batch."""
         length = self._sequence
-        # numpy throughout: torch would start threads of its own in the thread that loads.
+        # numpy only: torch would start its own threads for the loading thread.
         rows = np.empty((len(indices), length + 1), np.int64)
         for row, index in zip(rows, indices, strict=True):
             row[:] = self._tokens.read(index * length, (index + 1) * length + 1)
@@ -67,7 +68,7 @@ class Windows:
         return Batch(torch.from_numpy(inputs), torch.from_numpy(targets))
 
     def _check(self, rows: NDArray[np.int64], indices: Sequence[int]) -> None:
-        """An embedding would fail far from here, and not say where the token came from."""
+        """Refuse tokens outside of the vocabulary here: an embedding would not say where they come from."""
         lowest, highest = int(rows.min()), int(rows.max())
         if self._vocabulary is not None and highest >= self._vocabulary.size:
             key, size, given = self._vocabulary

@@ -1,1 +1,1 @@
-"""Gradients of one rank: buckets, when they are complete, and how replicas reduce them."""
+"""Gradients of one rank: buckets, deferred weight gradients, and the reduction over replicas."""

@@ -1,1 +1,1 @@
-"""Models as rows of layers: the built-in ones, the user's own, and how they get memory and first values."""
+"""Models as rows of layers: built-in, Hugging Face and users' own, and how they are initialized."""

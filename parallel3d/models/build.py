@@ -1,4 +1,4 @@
-"""A run's model, from its configuration: the built-in ones, Hugging Face's, or the user's own."""
+"""Builds a run's model from its configuration: built-in, Hugging Face, or a user's factory."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from runtime.errors import InvalidCall
 
 def build_model(config: RunConfig) -> LayeredModel:
     """The run's model, the same on every rank. Raises ConfigError, which names the key at fault."""
-    with seeded(config.train.seed):  # also what is built on `meta` may draw numbers
+    with seeded(config.train.seed):  # models on `meta` may draw random numbers too
         model = _built(config)
-    _refuse_wrong_cut(model, config)
+    _check_stages(model, config)
     return model
 
 
@@ -36,13 +36,13 @@ def _built(config: RunConfig) -> LayeredModel:
         return build_llama(config.model.args)
     if isinstance(config.model, CustomModel):
         return _of_user(config.model, config.num_stages, config.train.seed)
-    from parallel3d.models.hf import build_hf  # only here: few runs need it
+    from parallel3d.models.hf import build_hf  # few runs need it
 
     return build_hf(config)
 
 
-def _refuse_wrong_cut(model: LayeredModel, config: RunConfig) -> None:
-    """The numbers of a user's layers are known only now."""
+def _check_stages(model: LayeredModel, config: RunConfig) -> None:
+    """Check the stages, once the number of layers is known."""
     given = config.pipeline.layers_per_stage
     key, value = ("parallel.pp", config.parallel.pp) if given is None else ("pipeline.layers_per_stage", given)
     try:
@@ -57,15 +57,15 @@ def _of_user(config: CustomModel, num_stages: int, seed: int) -> LayeredModel:
     row = _row(config, whole, num_stages)
     known = {id(module) for module in whole.modules()}
     for path, module in row.layers:
-        if id(module) not in known:  # so that all that is called has a path
+        if id(module) not in known:  # so that every called module has a path
             whole.add_module(path, module)
     before, layers, after = (tuple(path for path, _ in part) for part in (row.before, row.layers, row.after))
     return LayeredModel(whole, before, layers, after, _plan(config.factory, whole), reset_parameters)
 
 
 def _called(config: CustomModel, seed: int) -> nn.Module:
-    # Also what it draws on a GPU: every rank calls it, and they must get the same model. But a process that has not
-    # used a GPU so far must not begin here, for ranks may still be forked from it.
+    # GPUs are seeded too: every rank calls the factory and must get the same model. But CUDA must not be initialized
+    # here, because ranks may still be forked from this process.
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     gpus = list(range(torch.cuda.device_count())) if used else []
     with seeded(seed), torch.random.fork_rng(gpus):
@@ -121,19 +121,19 @@ def _plan(factory: str, model: nn.Module) -> Mapping[str, str]:
 
 
 def _refuse_without_values(factory: str, model: nn.Module) -> None:
-    """What will get no first values is refused before anything starts."""
+    """Refuse parameters that could not be initialized, before anything starts."""
     for path, module in model.named_modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         name = f"{path or 'the model'} ({type(module).__name__})"
         if any(is_lazy(each) for each in own):
             raise _refused(factory, f"{name} has no shape yet.", "Give it its sizes.")
         if any(each.is_meta for each in own) and _reset_of(module) is None:
-            message = f"{name} is on meta and has no method reset_parameters() that gives it first values."
+            message = f"{name} is on meta and has no method reset_parameters() to initialize it."
             raise _refused(factory, message, "Write one, or build the model with real memory.")
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """First values by the module's own means."""
+    """Initialize a module by its own method."""
     reset = _reset_of(module)
     if reset is not None:
         reset()

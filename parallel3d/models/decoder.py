@@ -1,4 +1,4 @@
-"""What the built-in decoders have in common: their row of modules, tensor-parallel plan and first values."""
+"""What the built-in decoders share: blocks, tensor-parallel plan and initialization."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DEVIATION = 0.02
 
 
 class Decoder(nn.Module):
-    """From tokens to a number for each word of the vocabulary."""
+    """From tokens to logits."""
 
     def __init__(self, embedding: nn.Module, blocks: Iterable[nn.Module], norm: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Decoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Adds to each value what attention, and then the MLP, make of all of them. Norms come first."""
+    """A pre-norm transformer block: attention, then the MLP, each added to the residual stream."""
 
     def __init__(self, norm: Callable[[], nn.Module], attention: nn.Module, mlp: nn.Module, dropout: float) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ class Block(nn.Module):
 
 
 def heads_of(values: torch.Tensor, head_width: int) -> torch.Tensor:
-    """batch x length x width as batch x heads x length x head_width. As many heads as there are: a rank may have but
-    some of them."""
+    """From batch x length x width to batch x heads x length x head_width. The number of heads follows from the width: a
+    tensor-parallel rank has some of them."""
     batch, length, _ = values.shape
     return values.view(batch, length, -1, head_width).transpose(1, 2)
 
@@ -62,13 +62,13 @@ def without_heads(values: torch.Tensor) -> torch.Tensor:
 
 
 def layered(decoder: Decoder, plan: Mapping[str, str], heads: Mapping[str, int]) -> LayeredModel:
-    """The decoder as a row: its blocks are the layers."""
+    """The decoder as a LayeredModel, with its blocks as layers."""
     blocks = tuple(f"blocks.{index}" for index in range(len(decoder.blocks)))
-    return LayeredModel(decoder, ("embedding",), blocks, ("norm", "head"), plan, give_first_values, heads=heads)
+    return LayeredModel(decoder, ("embedding",), blocks, ("norm", "head"), plan, initialize, heads=heads)
 
 
 def plan_of(mlp_inputs: Iterable[str]) -> dict[str, str]:
-    """Heads and the MLP's inner width are cut, and the vocabulary at both ends."""
+    """Shards the heads, the inner width of the MLP, and the vocabulary at both ends."""
     columns = [*(f"attention.{name}" for name in "qkv"), *(f"mlp.{name}" for name in mlp_inputs)]
     return {
         "embedding.tokens": "vocab",
@@ -80,14 +80,14 @@ def plan_of(mlp_inputs: Iterable[str]) -> dict[str, str]:
 
 
 def residual(linear: nn.Linear, num_layers: int) -> nn.Linear:
-    """Marks a projection that is added to the residual stream: with 2 of these a layer, their sum would grow with the
-    depth if they did not begin smaller."""
+    """Mark a projection that is added to the residual stream: with two of them per layer, the sum would grow with the
+    depth if they were not initialized smaller."""
     vars(linear)["first_deviation"] = _DEVIATION / math.sqrt(2 * num_layers)
     return linear
 
 
-def give_first_values(module: nn.Module) -> None:
-    """As in GPT-2: weights from a normal distribution, biases 0; norms begin as if they were not there."""
+def initialize(module: nn.Module) -> None:
+    """As in GPT-2: normally distributed weights, zero biases; norms have weight 1."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=getattr(module, "first_deviation", _DEVIATION))
         if isinstance(module, nn.Linear) and module.bias is not None:

@@ -16,7 +16,7 @@ from runtime.errors import InvalidCall
 
 
 def build_gpt(args: GptArgs) -> LayeredModel:
-    """On `meta`."""
+    """The model, on `meta`."""
     with torch.device("meta"):
         return layered(Gpt(args), plan_of(["up"]), {"model.args.heads": args.heads})
 
@@ -32,7 +32,7 @@ class Gpt(Decoder):
 
 
 class Embedding(nn.Module):
-    """Tokens and their positions. It always has the whole sequence, also where later modules have parts of it."""
+    """Token and position embedding. It sees the whole sequence, also with sequence parallelism."""
 
     def __init__(self, args: GptArgs) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal."""
+    """Causal self-attention."""
 
     def __init__(self, args: GptArgs) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Layer costs: how long each layer of a model takes, measured on a sample, and nothing of the model changed by it."""
+"""Layer costs: how long each layer of a model takes, measured on a sample. The model is not changed."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class LayerCost:
 
     forward: float
     input_backward: float
-    """The backward without gradients of weights. 0 where no input needs a gradient."""
+    """The backward without weight gradients; 0 where no input needs a gradient."""
     weight_backward: float
-    """What a whole backward takes longer than that."""
+    """The rest of the backward."""
 
     @property
     def seconds(self) -> float:
@@ -38,20 +38,20 @@ class LayerCost:
 def profile_layers(
     layers: Sequence[nn.Module], sample: Any, repeats: int = 5, *, clock: Clock = time.perf_counter
 ) -> list[LayerCost]:
-    """What each layer costs: medians of `repeats` passes over all layers after one that is not counted. In a pass each
-    layer runs on what the one before gave.
+    """The cost of each layer: medians of `repeats` passes over all layers, after one warm-up pass. In a pass each layer
+    runs on the output of the one before.
 
-    sample: the first layer's input for one microbatch: a tensor, or several as a tuple.
+    sample: the first layer's input for one microbatch: a tensor, or a tuple of tensors.
 
-    Parameters, their `.grad` and buffers are as before afterwards, and so are the random numbers of torch and Python.
+    Parameters, their `.grad`, buffers, and the random states of torch and Python are restored afterwards.
     """
     if repeats < 1:
         raise InvalidCall(f"repeats = {repeats}: give at least 1.")
     inputs = as_tensors(sample, "the sample")
     profiles = [_Profile(layer, f"layer {index} ({type(layer).__name__})", clock) for index, layer in enumerate(layers)]
     with numbers_kept(_cuda_devices(layers, inputs)), torch.enable_grad():
-        # Whole passes and not one layer at a time: a moment in which the machine was busy spoils one run of many
-        # layers, which a median ignores, and not all runs of one layer.
+        # Whole passes, not one layer at a time: if the machine is busy for a moment, that spoils one run of many
+        # layers, which the median ignores, and not all runs of one layer.
         passes = [_pass(profiles, inputs) for _ in range(repeats + 1)][1:]
     return [_median(costs) for costs in zip(*passes, strict=True)]
 
@@ -92,7 +92,7 @@ class _Run(NamedTuple):
 
 
 class _Profile:
-    """One layer, and how it is measured."""
+    """Measures one layer."""
 
     def __init__(self, layer: nn.Module, name: str, clock: Clock) -> None:
         self.name, self._layer, self._clock = name, layer, clock
@@ -100,23 +100,23 @@ class _Profile:
         self._devices: Sequence[torch.device] = ()
 
     def measure(self, values: Tensors) -> tuple[LayerCost, Tensors]:
-        """Its cost, and what it gives the next layer."""
+        """Its cost, and its output for the next layer."""
         inputs = tuple(_cut_off(each) for each in values)
         self._devices = _cuda_devices([self._layer], inputs)
         with _state_kept(self._layer):
             whole = self._run(inputs)
             if not any(each.requires_grad for each in inputs):
                 return LayerCost(whole.forward, 0.0, whole.backward), whole.outputs
-            # With frozen weights autograd itself leaves the weights' part out, whatever the layer is made of.
+            # With frozen weights autograd computes no weight gradients, in any kind of layer.
             with self._frozen():
                 inputs_only = self._run(inputs).backward
-        inputs_only = min(inputs_only, whole.backward)  # noise may have it the other way round
+        inputs_only = min(inputs_only, whole.backward)  # noise may make it longer
         return LayerCost(whole.forward, inputs_only, whole.backward - inputs_only), whole.outputs
 
     def _run(self, given: Tensors) -> _Run:
         for each in self._trained:
             each.grad = None
-        # Copies, for a layer may work in place, which autograd does not allow on a leaf.
+        # Copies: a layer may work in place, which autograd does not allow on a leaf.
         inputs = [each.clone() for each in given]
         start = self._now()
         output = self._layer(*inputs)
@@ -146,7 +146,7 @@ class _Profile:
 
 
 def _cut_off(tensor: torch.Tensor) -> torch.Tensor:
-    """With its values and its need of a gradient, but without its past."""
+    """Detached, with the same `requires_grad`."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
@@ -157,7 +157,7 @@ def _cuda_devices(layers: Sequence[nn.Module], tensors: Tensors) -> list[torch.d
 
 @contextlib.contextmanager
 def _state_kept(layer: nn.Module) -> Iterator[None]:
-    """One layer at a time, so that only one is held twice."""
+    """Restore the layer's tensors afterwards; one layer at a time, so that only one is in memory twice."""
     gradients = [(each, each.grad) for each in layer.parameters()]
     buffers = [(buffers_of(each), dict(buffers_of(each))) for each in layer.modules()]
     # Parameters too: an embedding with max_norm changes its weight in the forward.
@@ -173,5 +173,5 @@ def _state_kept(layer: nn.Module) -> Iterator[None]:
             now.update(before)
         with torch.no_grad():
             for tensor, values in saved:
-                if not torch.equal(tensor, values):  # their version does not tell: BatchNorm's running stats keep it
+                if not torch.equal(tensor, values):  # the version does not say so: writes of BatchNorm don't change it
                     tensor.copy_(values)

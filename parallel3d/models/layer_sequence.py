@@ -1,4 +1,4 @@
-"""A model's row: which of its modules, called one after the other, are the model, and which of these are layers."""
+"""A model's row: the modules that are called one after another, and which of them are layers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from parallel3d.torch_internals import children_of
 from runtime.errors import InvalidCall
 
 Places = tuple[tuple[str, nn.Module], ...]
-"""Modules in order, each with its path in the model. One that is not registered in the model has the path "layer N"."""
+"""Modules in order, with their paths in the model. A module that is not registered there has the path "layer N"."""
 
 
 @dataclass(frozen=True)
 class LayerRow:
-    """Layers, and what is called before the first and after the last of them."""
+    """Layers, and the modules that are called before the first and after the last of them."""
 
     layers: Places
     before: Places = ()
@@ -28,21 +28,19 @@ class LayerRow:
 
 
 class CannotBeCut(InvalidCall):
-    """The model does not say which its layers are."""
+    """The model does not say what its layers are."""
 
 
 def find_row(model: nn.Module, pattern: str | None = None) -> LayerRow:
     """The row of a model.
 
-    pattern: where the layers are, such as `blocks.*`. None: what the model's `pipeline_layers()` gives, else the
-        children of an `nn.Sequential`. Others cannot be cut.
+    pattern: the paths of the layers, such as `blocks.*`. None: what the model's `pipeline_layers()` returns, else the
+        children of an `nn.Sequential`. Other models cannot be divided.
     """
     given = getattr(model, "pipeline_layers", None)
     if pattern is not None:
-        row, remedy = (
-            _matching(model, pattern),
-            "Put it into a module of its own that stands before or after the layers.",
-        )
+        row = _matching(model, pattern)
+        remedy = "Put it into a module of its own that stands before or after the layers."
     elif callable(given):
         row = LayerRow(_with_paths(model, tuple(given())))
         remedy = "Put it into one of the modules that pipeline_layers() returns."
@@ -70,13 +68,13 @@ def _children_of_sequential(model: nn.Module) -> Places:
 
 
 def _children(module: nn.Module, path: str) -> Places:
-    # Not `named_children()`, which leaves out a child's second place if it has two.
+    # Not `named_children()`, which leaves out the second place of a child.
     prefix = f"{path}." if path else ""
     return tuple((f"{prefix}{name}", child) for name, child in children_of(module).items() if child is not None)
 
 
 def _matching(model: nn.Module, pattern: str) -> LayerRow:
-    """Goes down to the layers' parent; what stands beside the way comes before or after them, level by level."""
+    """Go down to the layers' parent; on each level, the siblings of the path come before or after the layers."""
     *way, last = pattern.split(".")
     if last != "*" or "*" in way:
         raise InvalidCall("the pattern must end in its only star, such as blocks.*.")

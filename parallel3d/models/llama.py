@@ -18,7 +18,7 @@ _EPSILON = 1e-5
 
 
 def build_llama(args: LlamaArgs) -> LayeredModel:
-    """On `meta`."""
+    """The model, on `meta`."""
     with torch.device("meta"):
         heads = {"model.args.heads": args.heads, "model.args.kv_heads": args.num_kv_heads}
         return layered(Llama(args), plan_of(["gate", "up"]), heads)
@@ -46,7 +46,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal; several query heads share a key and a value."""
+    """Causal self-attention; several query heads share a key and a value head."""
 
     def __init__(self, args: LlamaArgs, rotary: Rotary) -> None:
         super().__init__()
@@ -78,10 +78,9 @@ class Mlp(nn.Module):
 
 
 class Rotary:
-    """Turns heads by an angle that grows with their position, so that a query and a key see how far they are apart.
+    """Rotary positions: channels i and i + head_width / 2 are rotated by an angle proportional to the position.
 
-    Channel i turns together with channel i + head_width / 2. All blocks share one of these: it has no parameters, and
-    its tables are made when first needed.
+    All blocks share one: it has no parameters, and computes its tables when they are first needed.
     """
 
     def __init__(self, head_width: int, base: float) -> None:
@@ -96,11 +95,11 @@ class Rotary:
         return (heads * cosines + torch.cat((-right, left), dim=-1) * sines).to(heads.dtype)
 
     def _tables_for(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # A half-precision angle would be off by degrees. The type, because tensors that only have a shape come as well.
+        # In half precision, angles would be off by degrees. The type is in the key because fake tensors come here too.
         length, dtype = heads.shape[-2], torch.promote_types(heads.dtype, torch.float32)
         wanted = (length, dtype, heads.device, type(heads))
         if self._made_for != wanted:
-            # What is made in inference mode could not be saved for a backward later.
+            # Tensors made in inference mode could not be saved for a backward later.
             with torch.inference_mode(False):
                 angles = self._angles(length)
                 self._tables = angles.cos().to(heads.device, dtype), angles.sin().to(heads.device, dtype)

@@ -1,4 +1,4 @@
-"""The loss of a step: sums over what is counted, so that a mean over the whole batch is exact however it is cut."""
+"""Losses as (sum, count), so that the mean over a batch is exact however it is divided over microbatches and ranks."""
 
 from __future__ import annotations
 
@@ -12,36 +12,35 @@ from parallel3d.config.factories import load_factory
 from runtime.errors import InvalidCall
 
 IGNORED = -100
-"""A target that does not count."""
+"""A target that is ignored."""
 Sum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of the output and the target: the losses added up."""
-
-
+"""From output and target to the sum of the losses."""
 Whole = Callable[[Any], Any]
+"""From an output that may be sharded to the whole one."""
 
 
 def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The sum over the targets that are not ignored. The last dimension of the logits is the vocabulary."""
+    """The cross entropy summed over targets that are not ignored; the logits' last dimension is the vocabulary."""
     return functional.cross_entropy(
         logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=IGNORED, reduction="sum"
     )
 
 
 class StepLoss(Protocol):
-    """What is added up, and how many there are of it."""
+    """The sum of a loss, and the count that makes it a mean."""
 
     def __call__(self, output: Any, target: Any) -> torch.Tensor:
         """The sum over one microbatch."""
 
     def count(self, targets: torch.Tensor) -> float | None:
-        """How many there are, before anything is computed; None where only the loss function knows."""
+        """The count, before anything is computed; None where only the loss function knows it."""
 
     def counted(self) -> float:
-        """How many there were in the calls since the last time."""
+        """The count over the calls since the last time, where `count` gave None."""
 
 
 class CrossEntropy:
-    """Over targets that are not ignored."""
+    """The cross entropy over targets that are not ignored."""
 
     def __init__(self, total: Sum = cross_entropy_sum) -> None:
         self._total = total
@@ -58,11 +57,11 @@ class CrossEntropy:
         return float((targets != IGNORED).sum())
 
     def counted(self) -> float:
-        return 0.0  # known before
+        return 0.0  # `count` knows it before
 
 
 class SquaredError:
-    """The mean over each sample's numbers, added up over samples."""
+    """The mean squared error of each sample, summed over samples."""
 
     def __init__(self, whole: Whole) -> None:
         self._whole = whole
@@ -83,7 +82,7 @@ class SquaredError:
 
 
 class OwnLoss:
-    """A function of the user's own, of (output, target): a mean over its samples, or (sum, count)."""
+    """A user's function of (output, target), which returns a mean over its samples, or (sum, count)."""
 
     def __init__(self, name: str, whole: Whole) -> None:
         self._name, self._function, self._whole = name, load_factory("model.loss", name), whole
@@ -99,9 +98,9 @@ class OwnLoss:
                 "needed, where mean and sum are tensors of a single number."
             )
         learns = isinstance(output, torch.Tensor) and output.requires_grad
-        if learns and not total.requires_grad and float(count):  # where nothing counts, a plain zero is as good
+        if learns and not total.requires_grad and float(count):  # with a count of 0, a constant zero is fine
             raise InvalidCall(
-                f"model.loss = {self._name} gives a tensor that no gradient leads back from: nothing would be learned. "
+                f"model.loss = {self._name} gives a tensor without a gradient: nothing would be learned. "
                 "Look for .detach(), .item(), torch.no_grad() or torch.tensor(...) in it."
             )
         self._counted += float(count)
@@ -116,8 +115,7 @@ class OwnLoss:
 
 
 def per_one(counted: float) -> float:
-    """What makes a sum the mean over what was counted in it, which may be a fraction. Where nothing was, the sum is 0
-    and stays so."""
+    """The factor that turns a sum into a mean; 1 where nothing was counted, so that a sum of 0 stays 0."""
     return 1.0 / counted if counted > 0 else 1.0
 
 
@@ -126,10 +124,10 @@ def _shape(value: object) -> str:
 
 
 def make_loss(name: str, cross_entropy: Sum = cross_entropy_sum, whole: Whole = lambda output: output) -> StepLoss:
-    """`cross_entropy`, `mse` or a function of the user's own.
+    """`cross_entropy`, `mse` or a user's function.
 
-    cross_entropy: that of outputs that may be cut.
-    whole: puts such an output together, for the others.
+    cross_entropy: computes the sum from logits that may be sharded.
+    whole: gathers such logits, for the other losses.
     """
     if name == "cross_entropy":
         return CrossEntropy(cross_entropy)

@@ -1,8 +1,8 @@
-"""First values: gives the modules of one rank memory, and the weights that they would have on any other mesh.
+"""Materializing: gives the modules of one rank memory and initial weights, the same on every mesh.
 
-A module on `meta` gets its values from a seed of its own, made of the run's seed and its path, in float32 and whole,
-one module at a time. So neither the cut into stages nor that into tensor-parallel slices changes a weight, and no rank
-has more than its own part and one whole module at once. What is real already is only converted.
+A module on `meta` is initialized from a seed of its own, made of the run's seed and its path, whole and in float32, one
+module at a time. So weights depend neither on the stages nor on the tensor-parallel shards, and a rank never holds more
+than its own part and one whole module. Modules that are real already are only converted.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from runtime.errors import InvalidCall
 
 
 class Sharded(Protocol):
-    """A module that has slices of another one's parameters, under the same names."""
+    """A module that has shards of another one's parameters, under the same names."""
 
     def whole_module(self) -> nn.Module:
-        """That other one: on `meta` and to be given its values, or real."""
+        """The other module: on `meta`, to be initialized, or real."""
 
     def copy_shards(self, whole: nn.Module) -> None:
-        """Copy this rank's slices of its parameters."""
+        """Copy this rank's shards of its parameters."""
 
 
 def materialize(
@@ -36,13 +36,13 @@ def materialize(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> None:
-    """Give real memory and first values to these modules and to what is inside them.
+    """Give memory and initial values to these modules and all modules inside.
 
-    modules: with their paths in the whole. What is in the whole goes by its path there, whatever it is called here.
+    modules: with their paths in the whole model. A module that is in the whole model is seeded by its path there.
     dtype: of floating-point tensors afterwards.
 
-    Parameters stay the objects they are. One that stands at several paths gets the values of the first, also where
-    this rank does not have the module there.
+    Parameters stay the same objects. A tied parameter gets the values of its first path, even if this rank does not
+    have the module there.
     """
     filling = _Filling(model, seed, dtype, torch.device(device))
     with torch.no_grad():
@@ -56,7 +56,7 @@ def _is_sharded(module: nn.Module) -> TypeGuard[Sharded]:
 
 
 def _walk(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Parents before their children. What is inside a sharded module is its own business."""
+    """Parents before children; modules inside a sharded module are left to it."""
     yield path, module
     if not _is_sharded(module):
         for name, child in module.named_children():
@@ -76,15 +76,15 @@ class _Filling:
             return
         self._done.add(id(module))
         if _is_sharded(module):
-            self._fill_slices(path, module)
+            self._fill_shards(path, module)
             return
         self._give_values(path, module, self._homes(path, module))
         self._convert(_own_tensors(module))
 
-    def _fill_slices(self, path: str, module: Sharded) -> None:
+    def _fill_shards(self, path: str, module: Sharded) -> None:
         assert isinstance(module, nn.Module)
         whole = module.whole_module()
-        # The sharded module knows which of its parameters stand elsewhere too; the whole one may be new.
+        # Ask the sharded module which of its parameters are tied: the whole one may be a copy.
         self._give_values(path, whole, self._homes(path, module))
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.is_meta:
@@ -98,12 +98,12 @@ class _Filling:
             tensor.data = tensor.data.to(self._device, self._dtype if tensor.is_floating_point() else None)
 
     def _homes(self, path: str, module: nn.Module) -> dict[str, str]:
-        """Of those of the module's own parameters that stand at an earlier path too, that one."""
+        """The first path of each of the module's own parameters that is tied to an earlier one."""
         own = ((name, self._names.get(id(each))) for name, each in parameters_of(module).items())
         return {name: home for name, home in own if home not in (None, _joined(path, name))}
 
     def _give_values(self, path: str, module: nn.Module, homes: Mapping[str, str]) -> None:
-        """To those of its own tensors that are on `meta`."""
+        """Give values to its own tensors that are on `meta`."""
         missing = {name: each for name, each in _own_tensors(module) if each.is_meta}
         by_init = set(missing) if self._model.weights is None else set(missing) - set(parameters_of(module))
         values = self._initial(path, module, by_init - set(homes)) if by_init - set(homes) else {}
@@ -126,13 +126,13 @@ class _Filling:
         return value
 
     def _initial_at(self, home: str) -> torch.Tensor:
-        """The first values of a parameter of the whole, whose module need not be one of this rank's."""
+        """The initial values of a parameter whose module this rank need not have."""
         path, _, name = home.rpartition(".")
         module = self._model.module(path)
         return self._initial(path, module.whole_module() if _is_sharded(module) else module, [name])[name]
 
     def _initial(self, path: str, module: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """What `init` gives a module of these names, on the CPU, so that every device begins with the same values."""
+        """The initial values of a module's tensors, computed on the CPU so that they don't depend on the device."""
         before = dict(parameters_of(module)), dict(buffers_of(module))
         try:
             _make_real(module)
@@ -148,7 +148,7 @@ class _Filling:
             with seeded(seed_of(self._seed, path)):
                 self._model.init(module)
         except Exception as error:
-            error.add_note(f"This is from giving {path or 'the model'} ({type(module).__name__}) its first values.")
+            error.add_note(f"This is from initializing {path or 'the model'} ({type(module).__name__}).")
             raise
 
 
@@ -163,7 +163,7 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _make_real(module: nn.Module) -> None:
-    """NaN shows afterwards what got no value."""
+    """Replace its tensors by real ones full of NaN, which shows afterwards what got no value."""
     for name, parameter in parameters_of(module).items():
         if parameter is not None:
             parameters_of(module)[name] = nn.Parameter(_empty(parameter), requires_grad=parameter.requires_grad)
@@ -181,14 +181,14 @@ def _empty(like: torch.Tensor) -> torch.Tensor:
 def _checked(path: str, name: str, module: nn.Module, value: torch.Tensor) -> torch.Tensor:
     if value.is_meta or (value.is_floating_point() and value.isnan().any()):
         raise InvalidCall(
-            f"{_joined(path, name)} has no first values: {type(module).__name__} is on meta, and nothing gave it any. "
-            "Give it a method reset_parameters() that does, or build it with real memory."
+            f"{_joined(path, name)} has no initial values: {type(module).__name__} is on meta, and nothing gave it any."
+            " Give it a method reset_parameters() that does, or build it with real memory."
         )
     return value
 
 
 def _become(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Not a new tensor in its place: others may know it by its identity, and it may have several places."""
+    """Swap the contents, not the object: others know the tensor by identity, and it may be at several paths."""
     if isinstance(tensor, nn.Parameter):
         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
     value.__dict__.update(tensor.__dict__)

@@ -1,11 +1,11 @@
-"""A model's partition: which of its layers make up each stage of a pipeline.
+"""A model's partition: which of its layers make up each pipeline stage.
 
-What can be cut is an `nn.Sequential`, or a model with the method
+A model can be divided if it is an `nn.Sequential`, or has the method
 
     def pipeline_layers(self) -> Sequence[nn.Module]
 
-that gives its layers in order: called one after the other they are the model. A layer takes what the one before gave,
-and a tuple as that many arguments, inside a stage as well as between two. Every parameter belongs to a layer.
+that returns its layers in order: called one after another, they are the model. A layer gets the output of the one
+before, a tuple as that many arguments, inside of a stage and between stages. Every parameter belongs to a layer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from runtime.errors import InvalidCall
 
 
 class Chain(nn.Module):
-    """Layers called one after the other, a tuple as that many arguments."""
+    """Calls layers one after another, a tuple as that many arguments."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Chain(nn.Module):
             self.add_module(name, layer)
 
     def forward(self, *values: Any) -> Any:
-        # Not `children()`, which leaves out a layer's second place if it has two.
+        # Not `children()`, which leaves out the second place of a layer.
         for name, layer in self._modules.items():
             assert layer is not None
             try:
@@ -65,14 +65,14 @@ def _given(values: tuple[Any, ...]) -> str:
 
 @dataclass(frozen=True)
 class Partition:
-    """A model's layers and how many of them each stage has. Printed, it is a table."""
+    """A model's layers, and how many of them each stage has. `str()` of it is a table."""
 
     names: tuple[str, ...]
-    """Of each layer, as the model calls it."""
+    """The path of each layer in the model."""
     layers: tuple[nn.Module, ...]
     layers_per_stage: tuple[int, ...]
     costs: tuple[LayerCost, ...] | None = None
-    """Of each layer, where they were measured."""
+    """Of each layer, if they were measured."""
 
     @property
     def num_stages(self) -> int:
@@ -80,7 +80,7 @@ class Partition:
 
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
-        """Of each stage its first layer, and the layer after its last."""
+        """The first layer of each stage, and the layer after its last."""
         return bounds(self.layers_per_stage)
 
     def layers_of(self, stage: int) -> tuple[nn.Module, ...]:
@@ -90,13 +90,13 @@ class Partition:
         return self.names[self._span(stage)]
 
     def module_of(self, stage: int) -> Chain:
-        """The layers of a stage as one module. Its parameters are called after the layer's number in the whole model,
-        such as `7.weight`, so that no two stages use the same name."""
+        """The layers of a stage as one module. Its parameters are named by the layer's index in the whole model, such
+        as `7.weight`, so that no two stages use the same name."""
         first, _ = self.bounds[self._checked(stage)]
         return Chain({str(index): layer for index, layer in enumerate(self.layers_of(stage), first)})
 
     def parameters_of(self, stage: int) -> int:
-        """How many numbers its parameters have; one that several layers share counts once."""
+        """The size of its parameters; one that several layers share counts once."""
         return _num_parameters(self.layers_of(stage))
 
     def seconds_of(self, stage: int) -> float | None:
@@ -128,7 +128,7 @@ def _seconds(seconds: float | None) -> str:
 
 
 def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
-    """Numbers to the right, the two names to the left."""
+    """Numbers are aligned to the right, the last two columns to the left."""
     cells = zip(row, widths, strict=True)
     texts = [
         text.rjust(width) if column < len(row) - 2 else text.ljust(width) for column, (text, width) in enumerate(cells)
@@ -145,13 +145,13 @@ def partition(
     costs: Sequence[LayerCost] | None = None,
     rank_of_stage: Sequence[int] | None = None,
 ) -> Partition:
-    """Cut a model into that many stages, virtual ones counted.
+    """Divide a model into this many stages, virtual stages included.
 
     layers_per_stage: as in the configuration: numbers, or `even` (as is None), `parameters` or `profile`.
-    sample: the model's input for one microbatch, which `profile` measures with.
-    costs: what `profile_layers` measured, so that `profile` need not measure. No two ranks measure the same: let one
-        of them measure, and send the others its `Partition.layers_per_stage`.
-    rank_of_stage: for `parameters` and `profile`; the slowest rank is made fast, instead of the slowest stage.
+    sample: the model's input for one microbatch, for `profile`.
+    costs: of `profile_layers`, so that `profile` need not measure. Ranks measure different times: let one of them
+        measure, and send the others its `Partition.layers_per_stage`.
+    rank_of_stage: for `parameters` and `profile`: balance the ranks, not the stages.
     """
     row = find_row(model).layers
     names = tuple(path or f"layer {index}" for index, (path, _) in enumerate(row))
@@ -169,7 +169,7 @@ def cut_layers(
     costs: Sequence[LayerCost] | None = None,
     rank_of_stage: Sequence[int] | None = None,
 ) -> tuple[Cut, tuple[LayerCost, ...] | None]:
-    """How many layers each stage has, as `partition` says, and the layers' costs where they are known."""
+    """How many layers each stage has, as `partition` says, and the layers' costs if they are known."""
     if costs is not None and len(costs) != len(layers):
         raise InvalidCall(f"costs of {len(costs)} layers, but the model has {len(layers)}: give one a layer.")
     if layers_per_stage is None or layers_per_stage == "even":
@@ -177,7 +177,7 @@ def cut_layers(
     elif layers_per_stage == "parameters":
         cut = best_cut(_parameter_costs(layers), stages, rank_of_stage)
     elif layers_per_stage == "profile":
-        even_cut(len(layers), stages)  # refuses what cannot be cut before anything is measured
+        even_cut(len(layers), stages)  # refuses a wrong number of stages before anything is measured
         costs = _measured(layers, sample) if costs is None else costs
         cut = best_cut(summed([cost.seconds for cost in costs]), stages, rank_of_stage)
     elif isinstance(layers_per_stage, str):

@@ -1,4 +1,4 @@
-"""Stored weights: a folder of safetensors files, read one tensor at a time. Nothing is unpickled."""
+"""Stored weights: a folder of safetensors files, read one tensor at a time. Pickles are never loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from parallel3d.config.errors import problem_of_key as refusal
+from parallel3d.config.errors import problem_of_key
 from runtime.errors import ConfigError
 
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -18,14 +18,14 @@ _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Tensors by the paths that they have in a model."""
+    """Stored tensors by their paths in a model."""
 
     folder: Path
     places: Mapping[str, tuple[str, str]]
-    """Of each path the file, and the name in it."""
+    """From each path to the file, and the tensor's name in it."""
 
     def __call__(self, path: str) -> torch.Tensor:
-        """The whole tensor, in the type that it is stored in."""
+        """The whole tensor, in its stored dtype."""
         file, name = self.places[path]
         with _opened(self.folder / file) as stored:
             tensor: torch.Tensor = stored.get_tensor(name)
@@ -33,9 +33,9 @@ class StoredWeights:
 
 
 def find_weights(folder: Path, wanted: Mapping[str, torch.Tensor], aliases: Iterable[Sequence[str]]) -> StoredWeights:
-    """Where each wanted tensor is stored; refused, unless all of them are there in the shape that is wanted.
+    """Find where each wanted tensor is stored. Raises ConfigError if one is missing, or has another shape.
 
-    aliases: paths of one and the same tensor, which is stored under one of them at least.
+    aliases: groups of paths of one tensor, which is stored under at least one of them.
     """
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     for file in _files(folder):
@@ -103,4 +103,4 @@ def _refuse_other_shape(file: Path, name: str, stored: tuple[int, ...], wanted: 
 
 
 def _refusal(folder: Path, message: str, remedy: str = "") -> ConfigError:
-    return refusal("model.args.path", str(folder), message, remedy)
+    return problem_of_key("model.args.path", str(folder), message, remedy)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from monitoring.events.events import RECORD_BYTES
 from monitoring.events.recorder import Recorder
-from parallel3d.data.queue_depths import QueueDepths
+from parallel3d.data.batches import QueueDepths
 from runtime.control import MAX_MESSAGE_BYTES
 
 INTERVAL = 1.0  # seconds: whoever takes the events wakes up for them, on a core that ranks may want

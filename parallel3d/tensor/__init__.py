@@ -1,1 +1,1 @@
-"""Tensor parallelism: plans, shards, and the layers that are cut over ranks."""
+"""Tensor parallelism: plans, shards, sharded layers, and what ranks exchange around them."""

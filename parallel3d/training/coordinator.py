@@ -17,7 +17,7 @@ from monitoring.events.events import What
 from monitoring.events.recorder import Recorder
 from parallel3d.config import RunConfig
 from parallel3d.data import Batch, Batches, Dataset, Sampler, make_dataset
-from parallel3d.data.queue_depths import QueueDepths
+from parallel3d.data.batches import QueueDepths
 from parallel3d.optim.lr_schedule import learning_rate
 from parallel3d.pipeline.executor import Executor
 from parallel3d.pipeline.pipeline_pass import PipelinePass

@@ -20,7 +20,7 @@ import parallel3d
 from monitoring.events.events import What
 from monitoring.events.recorder import Recorder
 from parallel3d.config import RunConfig
-from parallel3d.data.queue_depths import QueueDepths
+from parallel3d.data.batches import QueueDepths
 from parallel3d.pipeline.pipeline_pass import TimedAction
 from parallel3d.pipeline.schedules.actions import Action, Kind
 from parallel3d.runs.supervised import Run

@@ -71,6 +71,11 @@ class ThreadRanks:
         return [outcomes[rank] for rank in chosen]
 
 
+def num_exchanges(exchange: TensorExchange) -> int:
+    """That this rank has finished."""
+    return sum(each.calls for each in exchange.moved.values())
+
+
 def in_threads(size: int, work: Callable[[SharedTensorExchange], Any]) -> list[Any]:
     """Run the work on ranks that are threads."""
     with ThreadRanks(size) as ranks:

@@ -255,5 +255,5 @@ def test_a_loop_that_is_gone_while_a_load_is_under_way():
 
 
 def test_prefetch_below_zero():
-    with pytest.raises(InvalidCall, match="prefetch = -1; the least is 0"):
+    with pytest.raises(InvalidCall, match="prefetch = -1: give 0 or more"):
         batches(Numbers(), prefetch=-1)

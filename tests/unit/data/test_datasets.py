@@ -12,7 +12,7 @@ import torch
 
 from parallel3d.config import load_config
 from parallel3d.data import Dataset, make_dataset
-from parallel3d.data.text_files import TextFile, TextFiles, standard_library, text_files
+from parallel3d.data.token_sources import TextFile, TextFiles, standard_library, text_files
 from runtime.errors import ConfigError, DataError
 
 
@@ -195,7 +195,7 @@ CASES = [
     ),
     (
         {"data__path": "array.npy", "data__source": "tokens"},
-        'data.path = "array.npy": a .npy file has more in it than numbers.\nWrite it with array.tofile(path).',
+        'data.path = "array.npy": a .npy file has a header before its numbers.\nWrite it with array.tofile(path).',
     ),
 ]
 
@@ -285,7 +285,7 @@ def test_a_file_that_shrinks_or_goes(here):
     with pytest.raises(DataError, match=r"data.path: a.txt had 100 bytes at the start, and now has fewer"):
         data.batch([20])
     (here / "a.txt").unlink()
-    with pytest.raises(DataError, match=r"data.path: a.txt could be read at the start, and now not: No such file"):
+    with pytest.raises(DataError, match=r"data.path: a.txt can no longer be read: No such file"):
         data.batch([0])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ import parallel3d
 from parallel3d.gradients.buckets import fill, matrices_first
 from parallel3d.gradients.deferred import collecting, defer_weight_grad, split_weight_gradients
 from parallel3d.gradients.reducer import GradientSync
+from parallel3d.torch_internals import post_accumulate_grad_hooks
 from runtime.errors import GroupClosed, InvalidCall, PeerLost
 from tests.support.replicas import (
     EVERY_OPTIMIZER,
@@ -291,6 +293,21 @@ def normed(width: int = 4) -> nn.Module:
     return nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width))
 
 
+def split_backward(loss: torch.Tensor, last: GradientSync | None, events: list[str], *, does_one_before: bool) -> None:
+    """The input part, then the weight part. `last`: it is the step's last one, whose events are noted."""
+    queue = deque()
+    with collecting(queue):
+        loss.backward()
+    if last is None:
+        work_off(queue, [])
+        return
+    if does_one_before:
+        work_off(deque([queue.popleft()]), events)
+    events.append("W")
+    with last.last_backward(0, split=True):
+        work_off(queue, events)
+
+
 async def events_of(
     make_layers, steps: int = 2, *, split: bool = False, microbatches: int = 1, done_before: tuple[int, ...] = ()
 ) -> list[list[str]]:
@@ -312,24 +329,13 @@ async def events_of(
         def backward(step: int) -> None:
             sync.begin()
             for microbatch in range(microbatches):
-                loss, queue = row(torch.ones(1, 4, dtype=torch.float64) * (1 + mesh.rank)).sum(), deque()
-                is_last = microbatch == microbatches - 1
+                loss = row(torch.ones(1, 4, dtype=torch.float64) * (1 + mesh.rank)).sum()
+                last = sync if microbatch == microbatches - 1 else None
                 if split:
-                    with collecting(queue):
-                        loss.backward()
-                    if is_last:
-                        if step in done_before:
-                            work_off(deque([queue.popleft()]), events)
-                        events.append("W")
-                        with sync.last_backward(0, split=True):
-                            work_off(queue, events)
-                    else:
-                        work_off(queue, [])
-                elif is_last:
-                    with sync.last_backward(0):
-                        loss.backward()
+                    split_backward(loss, last, events, does_one_before=step in done_before)
                 else:
-                    loss.backward()
+                    with nullcontext() if last is None else last.last_backward(0):
+                        loss.backward()
             sync.stage_done(0)
 
         for step in range(steps):
@@ -508,7 +514,7 @@ async def test_one_bucket_a_stage_needs_no_notice():
         linear = nn.Linear(2, 2)
         sync = GradientSync(mesh, {0: list(linear.parameters())}, [0], bucket_bytes=1 << 20)
         assert linear.weight.on_gradient is None
-        assert not linear.weight._post_accumulate_grad_hooks
+        assert not post_accumulate_grad_hooks(linear.weight)
         sync.begin()
 
     await on_ranks(main, 2)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from parallel3d.config.sections import HfArgs, HfModel, Parallel, RunConfig
-from parallel3d.models import hf_plan
+from parallel3d.models import hf
 from parallel3d.models.build import build_model
 from parallel3d.models.hf import build_hf
 from parallel3d.models.materialize import materialize
@@ -251,7 +251,7 @@ def test_heads_are_not_cut(tp, message, plan):
 
 
 def test_a_word_that_nobody_knows(monkeypatch):
-    monkeypatch.delitem(hf_plan._STRATEGIES, "rowwise")
+    monkeypatch.delitem(hf._STRATEGIES, "rowwise")
     message = r'llama says "rowwise" of model\.layers\.\*\.self_attn\.o_proj, which is not known here'
     with pytest.raises(ConfigError, match=message):
         build_hf(run_of(MODELS["llama"], tp=2))
@@ -301,7 +301,7 @@ def test_refusals(config, parallel, message):
             "model.layers.0 is not the same for all inputs",
         ),
         ({"model_type": "deepseek_v4", "num_hidden_layers": 3}, "deepseek_v4 has no place for model.hc_head.hc_fn"),
-        ({"model_type": "apertus", "num_hidden_layers": 1}, "how model.layers.0.mlp.act_fn.beta begins"),
+        ({"model_type": "apertus", "num_hidden_layers": 1}, "gives model.layers.0.mlp.act_fn.beta no values"),
     ],
 )
 def test_models_that_are_more_than_their_plan_are_refused(config, message):

@@ -83,7 +83,7 @@ def test_a_function_that_gives_no_single_number_is_named():
 
 def test_a_function_that_no_gradient_leads_back_from_is_named():
     output = torch.ones(6, requires_grad=True)
-    with pytest.raises(InvalidCall, match=r"detached gives a tensor that no gradient leads back from"):
+    with pytest.raises(InvalidCall, match=r"detached gives a tensor without a gradient"):
         make_loss(f"{__name__}:detached")(output, torch.zeros(6))
     with torch.no_grad():
         make_loss(f"{__name__}:detached")(output * 1, torch.zeros(6))  # evaluation

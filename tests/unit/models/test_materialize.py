@@ -19,6 +19,7 @@ from parallel3d.models.layered import LayeredModel
 from parallel3d.models.llama import build_llama
 from parallel3d.models.materialize import materialize
 from parallel3d.seeding import seed_of, seeded
+from parallel3d.torch_internals import children_of
 from runtime.errors import InvalidCall
 
 Build = Callable[[], LayeredModel]
@@ -286,7 +287,7 @@ class Counter(nn.Module):
 def sequential(*modules: Callable[[], nn.Module]) -> LayeredModel:
     with torch.device("meta"):
         whole = nn.Sequential(*(make() for make in modules))
-    return LayeredModel(whole, (), tuple(whole._modules), (), {}, reset_parameters)
+    return LayeredModel(whole, (), tuple(children_of(whole)), (), {}, reset_parameters)
 
 
 def test_modules_of_torch_begin_as_torch_makes_them():
@@ -324,7 +325,7 @@ def test_a_module_that_gets_no_values_is_refused_and_stays_on_meta():
     with pytest.raises(InvalidCall) as error:
         fill(model, (1,))
     assert str(error.value) == (
-        "0.weight has no first values: Scale is on meta, and nothing gave it any. "
+        "0.weight has no initial values: Scale is on meta, and nothing gave it any. "
         "Give it a method reset_parameters() that does, or build it with real memory."
     )
     assert model.whole[0].weight.is_meta
@@ -334,7 +335,7 @@ def test_a_module_whose_first_values_fail_is_named():
     model = sequential(nn.Identity, Fails)
     with pytest.raises(RuntimeError, match="no") as error:
         fill(model, (2,))
-    assert error.value.__notes__ == ["This is from giving 1 (Fails) its first values."]
+    assert error.value.__notes__ == ["This is from initializing 1 (Fails)."]
     assert model.whole[1].weight.is_meta
 
 

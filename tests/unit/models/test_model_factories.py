@@ -433,7 +433,7 @@ def test_a_module_on_meta_without_a_way_to_begin(write):
     assert refusal(f"{name}:build") == told(
         "model.factory",
         f'"{name}:build"',
-        "1.0 (Scale) is on meta and has no method reset_parameters() that gives it first values.",
+        "1.0 (Scale) is on meta and has no method reset_parameters() to initialize it.",
         "Write one, or build the model with real memory.",
     )
 

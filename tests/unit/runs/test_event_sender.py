@@ -10,7 +10,7 @@ import pytest
 
 from monitoring.events.events import Event, What, unpack
 from monitoring.events.recorder import CAPACITY, Recorder
-from parallel3d.data.queue_depths import QueueDepths
+from parallel3d.data.batches import QueueDepths
 from parallel3d.runs.event_sender import INTERVAL, EventSender
 from runtime.control import MAX_MESSAGE_BYTES, encode
 

@@ -1,4 +1,4 @@
-"""The bytes of text files, as one long row that is read piece by piece."""
+"""Token sources: the bytes of text files, or a file of token numbers, as one long sequence read piece by piece."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import stat
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from parallel3d.config.errors import ConfigProblems, problem_of_key
 from runtime.errors import DataError
 
-# As git tells text from the rest.
-_LOOKED_AT = 8192
-# Tests are most of it and strange text; the others are left out or packed apart by some distributions.
+_NUMPY_MAGIC = b"\x93NUMPY"
+_LOOKED_AT = 8192  # bytes at the start of a file, in which a zero says that it is not text, as git does
+# Tests are most of the library and unusual text; some distributions leave the others out, or package them apart.
 _NOT_OF_LIBRARY = frozenset(
     ("test", "tests", "idle_test", "distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo", "venv")
 )
@@ -33,8 +33,8 @@ class TextFile(NamedTuple):
 
 
 class TextFiles:
-    """Files one after the other. A piece is read from disk when it is asked for: large folders need no memory, and what
-    several ranks read is in the operating system's cache once."""
+    """Files one after another. A piece is read from disk when it is asked for: large folders need no memory, and ranks
+    of one host share the page cache."""
 
     dtype = np.dtype(np.uint8)
 
@@ -46,7 +46,7 @@ class TextFiles:
         return self._ends[-1]
 
     def read(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """Bytes start..stop-1 of the row."""
+        """Bytes start..stop-1 of the sequence."""
         pieces = []
         number = bisect.bisect_right(self._ends, start)
         while start < stop:
@@ -61,14 +61,14 @@ def _read(file: TextFile, offset: int, length: int) -> bytes:
         with open(file.path, "rb", buffering=0) as opened:
             found = os.pread(opened.fileno(), length, offset)
     except OSError as error:
-        raise DataError(f"data.path: {file.path} could be read at the start, and now not: {error.strerror}.") from error
+        raise DataError(f"data.path: {file.path} can no longer be read: {error.strerror}.") from error
     if len(found) < length:
         raise DataError(f"data.path: {file.path} had {file.num_bytes} bytes at the start, and now has fewer.")
     return found
 
 
 def text_files(path: str) -> list[TextFile]:
-    """That file, or the folder's text files in the order of their paths."""
+    """This file, or the folder's text files in the order of their paths."""
     if not os.path.isdir(path):
         return [TextFile(path, require_file(path))]
     try:
@@ -83,7 +83,7 @@ def text_files(path: str) -> list[TextFile]:
 def standard_library() -> list[TextFile]:
     """Python's own modules, the same on every machine with the same Python."""
     root = sysconfig.get_path("stdlib")
-    # Not everything there is Python's own: packages are installed into it, and it is configured for the machine.
+    # Only Python's own modules: packages may be installed there too, and some files depend on the machine.
     own = sys.stdlib_module_names - _NOT_OF_LIBRARY
     names = sorted(os.listdir(root)) if os.path.isdir(root) else []
     modules = [os.path.join(root, name) for name in names if name.removesuffix(".py") in own]
@@ -96,7 +96,7 @@ def standard_library() -> list[TextFile]:
 
 
 def require_file(path: str) -> int:
-    """The size of a file that can be read; anything else is refused."""
+    """The size of a readable file. Raises ConfigError for anything else."""
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
@@ -120,11 +120,11 @@ def _inside(path: str) -> Iterator[str]:
 
 
 def _walk(root: str, leave_out: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Files under the folder in the order of their paths, part by part; hidden ones are left out."""
+    """Files under the folder, sorted by name on each level; hidden ones are left out."""
     with os.scandir(root) as entries:
         shown = [entry for entry in entries if not entry.name.startswith(".") and entry.name not in leave_out]
     for entry in sorted(shown, key=lambda entry: entry.name):
-        # A link to a folder may lead in a circle.
+        # Links to folders are not followed: they may form a cycle.
         if entry.is_dir(follow_symlinks=False):
             yield from _walk(entry.path, leave_out)
         elif entry.is_file():
@@ -138,3 +138,34 @@ def _with_size(path: str) -> TextFile:
 def _is_text(path: str) -> bool:
     with open(path, "rb", buffering=0) as file:
         return b"\0" not in file.read(_LOOKED_AT)
+
+
+class TokenFile:
+    """A file of little-endian numbers of one type, mapped from disk: ranks of one host share its pages."""
+
+    def __init__(self, path: str, token_type: str) -> None:
+        self.dtype = np.dtype(token_type).newbyteorder("<")
+        _check(path, token_type, self.dtype.itemsize)
+        self._tokens = np.memmap(path, self.dtype, mode="r")
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def read(self, start: int, stop: int) -> NDArray[Any]:
+        """Numbers start..stop-1; the system reads their pages when they are used."""
+        return self._tokens[start:stop]
+
+
+def _check(path: str, token_type: str, num_bytes: int) -> None:
+    size = require_file(path)
+    with open(path, "rb") as file:
+        is_numpy = file.read(len(_NUMPY_MAGIC)) == _NUMPY_MAGIC
+    if is_numpy:
+        raise problem_of_key(
+            "data.path", path, "a .npy file has a header before its numbers.", "Write it with array.tofile(path)."
+        )
+    if size == 0:
+        raise problem_of_key("data.path", path, "the file is empty.", "Name a file of tokens.")
+    if size % num_bytes:
+        message = f"{os.path.basename(path)} has {size} bytes, which is not a multiple of {token_type}'s {num_bytes}."
+        raise problem_of_key("data.path", path, message, "Set data.token_type to that of the file.")
