@@ -13,8 +13,8 @@ Parallel3DError
 ├── NonFiniteGradient      gradients have become NaN or infinite; carries the ranks that have them
 ├── WireError              what a peer of the gradient server sent is refused; lives in gradient_server.wire.refusals
 ├── LinkLost               its connection is gone; lives in gradient_server.wire.link
-├── ServerRefused          the gradient server refuses a worker, or has halted; lives in gradient_server.client.turn
-├── ShareChanged           a share's average will not come; lives in gradient_server.client.turn
+├── ServerRefused          the gradient server refuses a worker, or has halted; lives in gradient_server.client.protocol
+├── ShareChanged           a share's average will not come; lives in gradient_server.client.protocol
 └── CommunicationError     something between ranks; carries rank, coords, step and action
     ├── Mismatch           ranks called different things
     ├── PeerLost           they died, or left

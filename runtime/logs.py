@@ -20,7 +20,7 @@ from structlog.typing import FilteringBoundLogger, Processor
 
 from runtime.control import RankControl, rank_control
 from runtime.environment import is_rank
-from runtime.log_format import LogFormat, log_format, log_level
+from runtime.log_settings import LogFormat, log_format, log_level
 
 _FIRST = ("time", "level", "event", "rank", "coords", "step")
 _LONGEST = 8192  # letters of one value that is sent on: a message has room for 64 KiB

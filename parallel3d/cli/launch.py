@@ -46,9 +46,8 @@ def launch(
 ) -> None:
     """Run N ranks of a script: the first failure is shown first, Ctrl-C ends them in order, twice at once."""
     from runtime.errors import LaunchError
-    from runtime.launch.output import parse_ranks
     from runtime.launch.script import Target
-    from runtime.launch.spec import LaunchSpec, prepare
+    from runtime.launch.spec import LaunchSpec, parse_ranks, prepare
 
     open_standard_fds()
     spec = LaunchSpec(

@@ -31,8 +31,8 @@ from parallel3d.runs.record import RunStep
 from parallel3d.seeding import seed_from_now_on, seed_of
 from parallel3d.training.rank_part import assemble
 from parallel3d.training.rank_setup import loss_of, sync_of
-from runtime.gradient_server.client.turn import Share, ShareChanged
-from runtime.log_context import bind_step
+from runtime.gradient_server.client.protocol import Share, ShareChanged
+from runtime.log_settings import bind_step
 
 
 class JoinedTraining:

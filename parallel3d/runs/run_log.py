@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from runtime.log_format import LogFormat, log_format
+from runtime.log_settings import LogFormat, log_format
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger

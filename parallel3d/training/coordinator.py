@@ -36,7 +36,7 @@ from parallel3d.training.rank_setup import loss_of, seed_dropout, sync_of
 from parallel3d.training.step_events import Span, StepEvents, StepMoments
 from process_groups.shared_memory.engine_collectives import Outcome
 from runtime.errors import CommunicationError, InvalidCall, NonFiniteGradient, PeerRefused, name_rank
-from runtime.log_context import bind_step
+from runtime.log_settings import bind_step
 
 
 class Coordinator:

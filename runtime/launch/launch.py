@@ -15,10 +15,10 @@ from typing import Any
 from runtime.control import LauncherControl, Message
 from runtime.errors import Coords, LaunchError
 from runtime.launch import processes, supervisor
-from runtime.launch.console import Console, ConsoleStyle
 from runtime.launch.failures import Report, describe_exit, find_root
+from runtime.launch.output import Console, ConsoleStyle
 from runtime.launch.spec import RUN_ID, LaunchResult, LaunchSpec, Started, prepare, start
-from runtime.log_format import log_environment
+from runtime.log_settings import log_environment
 
 __all__ = ["Launch", "LaunchResult", "LaunchSpec", "OnMessage", "launch"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import math
 import os
+import re
 import signal
 import sys
 from collections.abc import Mapping
@@ -16,7 +17,6 @@ from runtime.errors import LaunchError
 from runtime.launch.failures import Failure, render, render_interrupted
 from runtime.launch.fork_client import HOME, ForkClient
 from runtime.launch.fork_server import Job
-from runtime.launch.output import open_logs
 from runtime.launch.script import Target
 
 RUN_ID = "PARALLEL3D_RUN_ID"
@@ -69,6 +69,38 @@ def _is_importable(top: str) -> bool:
     if importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None:
         return True
     return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)
+
+
+def parse_ranks(text: str, num_ranks: int) -> frozenset[int]:
+    """The ranks that `0,3-5` names."""
+    ranks: set[int] = set()
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part, re.ASCII)
+        if found is None:
+            raise LaunchError(f"--only {text!r} is not a list of ranks such as 0 or 0,3-5")
+        first, last = int(found[1]), int(found[2] or found[1])
+        if last < first:
+            raise LaunchError(f"--only {text!r}: {part.strip()} runs backwards")
+        if last >= num_ranks:
+            whole = f"the last of {num_ranks} is {num_ranks - 1}"
+            raise LaunchError(f"--only {text!r}: there is no rank {last}; {whole}")
+        ranks.update(range(first, last + 1))
+    return frozenset(ranks)
+
+
+def open_logs(folder: Path, num_ranks: int) -> list[int]:
+    """One emptied file a rank, as descriptors."""
+    fds: list[int] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for rank in range(num_ranks):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+            fds.append(os.open(folder / f"rank{rank}.log", flags, 0o666))
+    except OSError as error:
+        for fd in fds:
+            os.close(fd)
+        raise LaunchError(f"log files can't be written in {folder}: {error.strerror} ({error.filename})") from error
+    return fds
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy
 
-from runtime.gradient_server.wire.auth import Application
+from runtime.gradient_server.wire.auth import WorkerHandshake
 from runtime.gradient_server.wire.chunks import make_chunk
-from runtime.gradient_server.wire.frame_reader import VectorBegins, VectorEnds, VectorPiece
+from runtime.gradient_server.wire.frames import VectorBegins, VectorEnds, VectorPiece
 from runtime.gradient_server.wire.link import Link, connect
 from runtime.gradient_server.wire.messages import (
     AverageDone,
@@ -170,7 +170,7 @@ class ClientV2:
     """Keeps what comes in a queue: messages, and chunks as (chunk, bytes)."""
 
     def __init__(self, node_id: str, token: bytes, step: int, has_state: bool) -> None:
-        self.application = Application(token, node_id, step=step, has_state=has_state)
+        self.application = WorkerHandshake(token, node_id, step=step, has_state=has_state)
         self.link: Link
         self.incoming: asyncio.Queue[Any] = asyncio.Queue()
         self.welcome: Welcome | None = None

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy
 
-from runtime.gradient_server.client.turn import ShareChanged
+from runtime.gradient_server.client.protocol import ShareChanged
 from runtime.gradient_server.client.worker import GradientClient
 from runtime.gradient_server.server import GradientServer, StepRecord
 from runtime.gradient_server.settings import GradientServerSettings

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from runtime.gradient_server.wire.auth import Application
+from runtime.gradient_server.wire.auth import WorkerHandshake
 from runtime.gradient_server.wire.messages import (
     Assignment,
     Beat,
@@ -94,7 +94,7 @@ class Stranger:
 
     def ask_to_join(self, name: str, token: bytes) -> Message:
         """What the server answers to it."""
-        application = Application(token, name)
+        application = WorkerHandshake(token, name)
         self.send(application.hello)
         challenge = self.hear()
         assert isinstance(challenge, Challenge), challenge

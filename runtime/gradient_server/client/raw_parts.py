@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy
 
-from runtime.gradient_server.wire.frame_reader import VectorBegins
+from runtime.gradient_server.wire.frames import VectorBegins
 from runtime.gradient_server.wire.messages import MAX_CHUNK, Chunk, Dtype, Part, Reason, Table, WireError
 
 

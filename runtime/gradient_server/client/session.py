@@ -6,10 +6,10 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from runtime.gradient_server.client.protocol import ServerRefused, Share
 from runtime.gradient_server.client.raw_parts import RawPart, Slice, rows, slices
-from runtime.gradient_server.client.turn import ServerRefused, Share
-from runtime.gradient_server.wire.auth import Application
-from runtime.gradient_server.wire.frame_reader import Item
+from runtime.gradient_server.wire.auth import WorkerHandshake
+from runtime.gradient_server.wire.frames import Item
 from runtime.gradient_server.wire.link import Link, LinkLost, OnItem
 from runtime.gradient_server.wire.messages import (
     VERSION,
@@ -62,7 +62,7 @@ class Outgoing:
 class Session:
     """From the first byte to the last of one link, which it ends."""
 
-    def __init__(self, link: Link, application: Application, on_item: OnItem) -> None:
+    def __init__(self, link: Link, application: WorkerHandshake, on_item: OnItem) -> None:
         self._link, self._application, self._on_item = link, application, on_item
         loop = asyncio.get_running_loop()
         self._joined: asyncio.Future[Welcome] = loop.create_future()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import secrets
 import socket
 import ssl
@@ -14,12 +15,11 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from runtime.errors import InvalidCall, Mismatch, PeerLost
-from runtime.gradient_server.client.backoff import MOST_SECONDS, Backoff
+from runtime.gradient_server.client.protocol import Average, ServerRefused, Share, ShareChanged, WorkerProtocol
 from runtime.gradient_server.client.raw_parts import RawPart
 from runtime.gradient_server.client.session import Outgoing, Session
-from runtime.gradient_server.client.turn import Average, ServerRefused, Share, ShareChanged, WorkerTurn
-from runtime.gradient_server.wire.auth import Application
-from runtime.gradient_server.wire.frame_reader import Item, VectorBegins, VectorEnds, VectorPiece
+from runtime.gradient_server.wire.auth import WorkerHandshake
+from runtime.gradient_server.wire.frames import Item, VectorBegins, VectorEnds, VectorPiece
 from runtime.gradient_server.wire.link import LinkLost, connect, split_address
 from runtime.gradient_server.wire.messages import AverageDone, Reason, StateDone, WireError
 from runtime.logs import logger
@@ -27,8 +27,27 @@ from runtime.logs import logger
 GIVE_UP_SECONDS = 60.0
 """Without a server. It may be started again meanwhile."""
 _TRY_SECONDS = 10.0
+FIRST_SECONDS, MOST_SECONDS = 0.1, 5.0
 _PASSING = frozenset((Reason.ALREADY_JOINED, Reason.TOO_SLOW, Reason.OVER_BUDGET))
 """Why a join may be refused now, and taken a moment later."""
+
+
+class Backoff:
+    """The waits between tries that failed one after the other."""
+
+    def __init__(self, first: float = FIRST_SECONDS, most: float = MOST_SECONDS) -> None:
+        self._first, self._most, self._num_failed = first, most, 0
+
+    def reset(self) -> None:
+        """A try went well."""
+        self._num_failed = 0
+
+    def next(self) -> float:
+        """Seconds: between a half and the whole of what doubling gives, so that a thousand workers whose server came
+        back do not all knock at once."""
+        longest: float = min(self._most, self._first * 2 ** min(self._num_failed, 32))
+        self._num_failed += 1
+        return longest * random.uniform(0.5, 1.0)
 
 
 class StateKeeper(Protocol):
@@ -68,7 +87,7 @@ class GradientClient:
         self.worker_id: int | None = None
         """The server's number for this worker, once it has joined."""
         self.num_joins = 0
-        self._turn = WorkerTurn(step, has_state)
+        self._turn = WorkerProtocol(step, has_state)
         self._session: Session | None = None
         self._outgoing: Outgoing | None = None
         self._sending: asyncio.Task[None] | None = None
@@ -286,7 +305,7 @@ class GradientClient:
     async def _join(self) -> Session:
         link = await connect(self.address, timeout=_TRY_SECONDS, tls=self._tls)
         turn = self._turn
-        application = Application(self._token, self.node_id, step=turn.next_step, has_state=turn.has_state)
+        application = WorkerHandshake(self._token, self.node_id, step=turn.next_step, has_state=turn.has_state)
         session = Session(link, application, self._hear)
         try:
             self.worker_id = (await session.join()).worker_id

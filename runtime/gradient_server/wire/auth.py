@@ -64,7 +64,7 @@ def check_node_id(node_id: str) -> None:
         raise WireError(Reason.BAD_TEXT, f"{node_id[:40]!r} is no name for a worker, which has {size}.")
 
 
-class JoinsSeen:
+class SeenNonces:
     """Workers' nonces of joins that were proven: of all connections of a server, and the oldest are forgotten."""
 
     def __init__(self, most: int = _REMEMBERED) -> None:
@@ -80,10 +80,10 @@ class JoinsSeen:
             del self._nonces[next(iter(self._nonces))]
 
 
-class Admission:
+class ServerHandshake:
     """The server's side of one connection's join; its challenge is good for one proof."""
 
-    def __init__(self, token: bytes, seen: JoinsSeen) -> None:
+    def __init__(self, token: bytes, seen: SeenNonces) -> None:
         self._token, self._seen = token, seen
         self._hello: Hello | None = None
         self._nonce: bytes | None = None
@@ -113,7 +113,7 @@ class Admission:
         return hello, server_proof(self._token, nonce, hello)
 
 
-class Application:
+class WorkerHandshake:
     """The worker's side of one connection's join."""
 
     def __init__(self, token: bytes, node_id: str, *, step: int = 0, has_state: bool = False) -> None:

@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection
 from typing import TypeAlias, cast
 
 from runtime.errors import InvalidCall, Parallel3DError
-from runtime.gradient_server.wire.frame_reader import FrameReader, Item
-from runtime.gradient_server.wire.frame_rules import Side
+from runtime.gradient_server.wire.frames import FrameReader, Item, Side
 from runtime.gradient_server.wire.messages import DEFAULT_PORT, MAX_CHUNK, Bytes, WireError
 
 BUDGET_BYTES = 1 << 20

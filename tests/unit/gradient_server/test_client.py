@@ -13,8 +13,8 @@ import numpy
 import pytest
 
 from runtime.errors import InvalidCall, Mismatch, PeerLost
+from runtime.gradient_server.client.protocol import Average, ServerRefused, Share, ShareChanged
 from runtime.gradient_server.client.raw_parts import RawPart, room_for
-from runtime.gradient_server.client.turn import Average, ServerRefused, Share, ShareChanged
 from runtime.gradient_server.client.worker import GradientClient
 from runtime.gradient_server.wire.messages import (
     Again,
@@ -112,7 +112,9 @@ async def test_a_server_that_does_not_know_the_token_is_not_trusted(server, monk
     monkeypatch.setattr(
         "runtime.gradient_server.wire.auth.hmac.compare_digest", lambda given, expected: given == expected
     )
-    monkeypatch.setattr("tests.support.scripted_server.Admission.check", lambda self, proof: (self._hello, b"?" * 32))
+    monkeypatch.setattr(
+        "tests.support.scripted_server.ServerHandshake.check", lambda self, proof: (self._hello, b"?" * 32)
+    )
     with pytest.raises(PeerLost, match="is not the right one: bad_token"):
         await GradientClient(server.address, token=TOKEN).__aenter__()
 
@@ -426,7 +428,7 @@ async def test_a_server_that_is_lost_right_after_each_join(server):
 async def test_after_an_average_nobody_waits(server, monkeypatch):
     waits = []
     monkeypatch.setattr(
-        "runtime.gradient_server.client.backoff.random.uniform", lambda least, most: waits.append(most) or 0.0
+        "runtime.gradient_server.client.worker.random.uniform", lambda least, most: waits.append(most) or 0.0
     )
     async with joined(server) as (client, link):
         averaging = await waiting_for_average(client, link)

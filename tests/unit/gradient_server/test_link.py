@@ -20,7 +20,7 @@ import uvloop
 from monitoring.http.endpoint import tls_context
 from runtime.errors import InvalidCall, Parallel3DError
 from runtime.gradient_server.wire import link as link_module
-from runtime.gradient_server.wire.frame_reader import Item, VectorBegins, VectorEnds, VectorPiece
+from runtime.gradient_server.wire.frames import Item, VectorBegins, VectorEnds, VectorPiece
 from runtime.gradient_server.wire.link import BUDGET_BYTES, Link, LinkLost, ReceiveBuffer, connect, serve, split_address
 from runtime.gradient_server.wire.messages import (
     MAX_CHUNK,

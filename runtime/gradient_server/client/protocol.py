@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from runtime.errors import Mismatch, Parallel3DError
 from runtime.gradient_server.client.raw_parts import Incoming, RawPart, room_for
-from runtime.gradient_server.wire.frame_reader import Item, VectorBegins, VectorEnds, VectorPiece
+from runtime.gradient_server.wire.frames import Item, VectorBegins, VectorEnds, VectorPiece
 from runtime.gradient_server.wire.messages import (
     REASONS,
     Again,
@@ -79,7 +79,7 @@ class Average:
     """From the first byte of the step's gradients to the last average, as the server saw it."""
 
 
-class WorkerTurn:
+class WorkerProtocol:
     """One worker's, over all its connections.
 
     step: the one it computes or waits for next. has_state: whether its weights are more than first values.

@@ -1,4 +1,8 @@
-"""How log lines look, and which are left out: what the environment and the terminal say. No structlog."""
+"""Format, level and context (rank, coordinates, step) of log lines. No structlog: importing it takes 0.1 s.
+
+structlog adds every context variable with its prefix to its lines, also in a program that configures structlog itself.
+The variables are created here by that name.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,17 @@ import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from contextvars import ContextVar
 from enum import StrEnum
 
+from runtime.errors import Coords
+
 LOG_FORMAT, LOG_LEVEL = "PARALLEL3D_LOG_FORMAT", "PARALLEL3D_LOG_LEVEL"
+
+_PREFIX = "structlog_"
+_RANK: ContextVar[int] = ContextVar(f"{_PREFIX}rank")
+_COORDS: ContextVar[dict[str, int]] = ContextVar(f"{_PREFIX}coords")
+_STEP: ContextVar[int] = ContextVar(f"{_PREFIX}step")
 
 
 class LogFormat(StrEnum):
@@ -40,3 +52,14 @@ def log_level(environ: Mapping[str, str] = os.environ) -> int:
     """The least level that is logged: info, unless the environment names another."""
     found = logging.getLevelNamesMapping().get(environ.get(LOG_LEVEL, "").upper(), logging.NOTSET)
     return found or logging.INFO
+
+
+def bind_rank(rank: int, coords: Coords) -> None:
+    """Log lines of this task, and of tasks it starts, carry this rank and its coordinates from now on."""
+    _RANK.set(rank)
+    _COORDS.set(coords._asdict())
+
+
+def bind_step(step: int) -> None:
+    """Log lines of this task, and of tasks it starts, carry this step from now on."""
+    _STEP.set(step)
