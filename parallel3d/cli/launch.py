@@ -119,9 +119,8 @@ def _serve_metrics(port: int | None, num_ranks: int) -> Iterator[OnMessage | Non
 def _finish(started: Started, on_message: OnMessage | None) -> LaunchResult:
     import asyncio  # only now: these overlap with the fork server's own imports
 
-    import uvloop
-
     from runtime.launch.launch import Launch, ignore_message
+    from runtime.loop import run_on_uvloop
 
     running = Launch(started, on_message or ignore_message)
 
@@ -142,5 +141,4 @@ def _finish(started: Started, on_message: OnMessage | None) -> LaunchResult:
             loop.add_signal_handler(number, interrupt, number)
         return await running.finish()
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(watch())
+    return run_on_uvloop(watch())

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from monitoring.text import escaped
 from parallel3d.config.errors import enumerate_words, nearest, problem_of_key
 from parallel3d.config.factories import missing_module
 
@@ -102,8 +103,7 @@ def told(error: BaseException) -> str:
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
-    if not text.isprintable():
-        text = text.encode("ascii", "backslashreplace").decode()
+    text = escaped(text)
     text = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
     place = _place(error)
     return f"{name}{f': {text}' if text else ''}{f' ({place})' if place else ''}"

@@ -7,13 +7,13 @@ from contextlib import asynccontextmanager
 from functools import wraps
 
 import pytest
-import uvloop
 
 from runtime.gradient_server.server import GradientServer, GradientServerSettings
 from runtime.gradient_server.wire.messages import (
     Assignment,
     StateWanted,
 )
+from runtime.loop import run_on_uvloop
 from tests.support.gradient_clients import (
     SECONDS,
     ClientV1,
@@ -26,12 +26,11 @@ TOKEN = b"a token of sixteen bytes"
 
 
 def on_uvloop(test):
-    """As in earnest: every test, to its end, or broken off."""
+    """Run an async test on uvloop, as in production, with a deadline."""
 
     @wraps(test)
     def run(*args, **keywords):
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(asyncio.wait_for(test(*args, **keywords), 3 * SECONDS))
+        run_on_uvloop(asyncio.wait_for(test(*args, **keywords), 3 * SECONDS))
 
     return run
 

@@ -11,34 +11,24 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import secrets
-import stat
 
+from monitoring import tokens
 from runtime.errors import ConfigError
 from runtime.gradient_server.wire.messages import VERSION, Challenge, Hello, Proof, Reason, Welcome, WireError, encode
 
-LEAST_TOKEN_BYTES = 16
-_MOST_TOKEN_BYTES = 4096
 _REMEMBERED = 4096  # joins: more than workers come back in a run, in half a MiB
 _MOST_NAME_CHARACTERS = 255
-_REMEDY = "Write a new one: (umask 077; openssl rand -hex 24 > FILE)"
 
 
 def read_token(path: str) -> bytes:
-    """The token that a file holds. ConfigError where it cannot be read, is one to be guessed, or is open to all."""
+    """The token in a file. Raises ConfigError if it cannot be read, is too short, or every user can read it."""
     try:
-        with open(path, "rb") as file:
-            is_open_to_all = os.fstat(file.fileno()).st_mode & stat.S_IROTH
-            token = file.read(_MOST_TOKEN_BYTES + 1).strip()
+        return tokens.read_token(path, is_private=True)
     except OSError as error:
         raise ConfigError(f"{path}: the token can't be read: {error.strerror}.") from error
-    if is_open_to_all:
-        raise ConfigError(f"{path}: everybody on this host can read the token. chmod 600 {path}")
-    if not LEAST_TOKEN_BYTES <= len(token) <= _MOST_TOKEN_BYTES:
-        size = f"{LEAST_TOKEN_BYTES} to {_MOST_TOKEN_BYTES} bytes"
-        raise ConfigError(f"{path}: a token has {size}, and this one has {len(token)}. {_REMEDY}")
-    return token
+    except tokens.UnusableToken as error:
+        raise ConfigError(f"{path}: {error} {error.remedy}") from error
 
 
 def worker_proof(token: bytes, server_nonce: bytes, hello: Hello) -> bytes:

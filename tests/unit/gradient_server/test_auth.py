@@ -202,14 +202,14 @@ class TestTokenFiles:
         assert read_token(self.write(tmp_path, data, 0o640)) == TOKEN, "a group may be meant to"
 
     @pytest.mark.parametrize(
-        ("data", "size"), [(b"", 0), (b"x" * 15, 15), (b"x" * 15 + b"\n\n", 15), (b"x" * 9999, 4097)]
+        ("data", "size"), [(b"", 0), (b"x" * 15, 15), (b"x" * 15 + b"\n\n", 15), (b"x" * 99_999, 65_537)]
     )
     def test_one_to_be_guessed_or_no_token_at_all(self, tmp_path: Path, data: bytes, size: int) -> None:
         path = self.write(tmp_path, data)
         with pytest.raises(ConfigError) as error:
             read_token(path)
         assert str(error.value) == (
-            f"{path}: a token has 16 to 4096 bytes, and this one has {size}. "
+            f"{path}: a token has 16 to 65536 bytes, and this one has {size}. "
             "Write a new one: (umask 077; openssl rand -hex 24 > FILE)"
         )
 
