@@ -24,7 +24,7 @@ _STEP: ContextVar[int] = ContextVar(f"{_PREFIX}step")
 
 
 class LogFormat(StrEnum):
-    """How lines look."""
+    """How log lines look."""
 
     COLOUR = "colour"
     PLAIN = "plain"
@@ -33,7 +33,7 @@ class LogFormat(StrEnum):
 
 
 def log_format(is_terminal: bool, environ: Mapping[str, str] = os.environ) -> LogFormat:
-    """What the environment says; else for people on a terminal, and for machines elsewhere."""
+    """What the environment says; otherwise for people on a terminal, and JSON elsewhere."""
     with suppress(ValueError):
         return LogFormat(environ.get(LOG_FORMAT, ""))
     if not is_terminal:
@@ -42,14 +42,14 @@ def log_format(is_terminal: bool, environ: Mapping[str, str] = os.environ) -> Lo
 
 
 def log_environment(fd: int = 2, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """For processes whose stderr is a pipe to this one, which shows what comes out of it on `fd`."""
+    """Variables for child processes whose stderr is piped to this process and shown on its `fd`."""
     with suppress(OSError):
         return {LOG_FORMAT: log_format(os.isatty(fd), environ)}
     return {}
 
 
 def log_level(environ: Mapping[str, str] = os.environ) -> int:
-    """The least level that is logged: info, unless the environment names another."""
+    """The lowest level that is logged: info, unless the environment names another."""
     found = logging.getLevelNamesMapping().get(environ.get(LOG_LEVEL, "").upper(), logging.NOTSET)
     return found or logging.INFO
 

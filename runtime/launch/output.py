@@ -13,20 +13,20 @@ from dataclasses import dataclass
 from enum import Enum
 
 MAX_LINE_BYTES = 1024 * 1024  # a longer line is shown in pieces of this size
-MAX_QUEUED_BYTES = 4 * 1024 * 1024  # beyond this the ranks' pipes are not read, so that the ranks wait
+MAX_QUEUED_BYTES = 4 * 1024 * 1024  # above this the ranks' pipes are not read, so the ranks wait
 _READ_BYTES = 64 * 1024
 _STDOUT, _STDERR = 1, 2
 _COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
 
 
 class LineSplitter:
-    """Cuts a stream of bytes into runs of whole lines; what has no newline yet waits, within bounds."""
+    """Cuts a stream of bytes into whole lines; an unfinished line is kept, up to MAX_LINE_BYTES."""
 
     def __init__(self) -> None:
         self._partial = b""
 
     def feed(self, data: bytes) -> bytes:
-        """All whole lines up to here; also an unfinished one, once it is too long to keep."""
+        """All whole lines so far; also an unfinished one that is too long to keep."""
         data = self._partial + data
         end = data.rfind(b"\n") + 1
         if len(data) - end >= MAX_LINE_BYTES:
@@ -35,25 +35,25 @@ class LineSplitter:
         return data[:end]
 
     def finish(self) -> bytes:
-        """The last line, where no newline ended it."""
+        """The last line, if it has no newline."""
         partial, self._partial = self._partial, b""
         return partial
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Puts the rank in front of each line."""
+    """The text in front of each line of a rank."""
 
     text: bytes
 
     def apply(self, lines: bytes) -> bytes:
-        """Every line prefixed; a last one without newline gets one, or the next rank would continue it."""
+        """Prefix every line. A last line without newline gets one, so that the next rank's output starts a new line."""
         body = lines.removesuffix(b"\n")
         return self.text + body.replace(b"\n", b"\n" + self.text) + b"\n"
 
 
 def rank_prefix(rank: int, num_ranks: int, coloured: bool) -> Prefix:
-    """`[3] `, aligned when there are ten ranks or more."""
+    """`[3] `, aligned if there are ten ranks or more."""
     width = len(str(num_ranks - 1))
     text = f"[{rank:>{width}}]"
     if coloured:
@@ -62,20 +62,20 @@ def rank_prefix(rank: int, num_ranks: int, coloured: bool) -> Prefix:
 
 
 def wants_colour(fd: int, environment: Mapping[str, str]) -> bool:
-    """Only on a terminal, and not where NO_COLOR is set to anything."""
+    """True on a terminal, unless NO_COLOR is set."""
     return not environment.get("NO_COLOR") and os.isatty(fd)
 
 
 class Writer:
     """Writes to descriptors that may be slow, in order, from a thread of its own.
 
-    The descriptors are shared with other programs, so they are left blocking; and the event loop
-    must not wait for whoever reads our stdout.
+    The descriptors are shared with other programs, so they stay blocking, and the event loop must not wait
+    for a slow reader of our stdout.
     """
 
     def __init__(self, on_room: Callable[[], None], owned: Sequence[int] = ()) -> None:
-        self._on_room = on_room  # called from the thread, when the queue has room again and at the end
-        self._owned = owned  # closed at the end and not before, or a late write might reach another file
+        self._on_room = on_room  # called in the thread, when the queue has room again and at the end
+        self._owned = owned  # closed at the end: after an early close, a late write might reach another file
         self._queue: deque[tuple[int, bytes]] = deque()
         self._queued_bytes = 0
         self._broken: set[int] = set()
@@ -97,7 +97,7 @@ class Writer:
         return self._queued_bytes > MAX_QUEUED_BYTES
 
     def close(self) -> None:
-        """The thread ends once all is written; `is_done` says when."""
+        """Let the thread end once everything is written; `is_done` says when."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -120,7 +120,7 @@ class Writer:
     def _next(self) -> tuple[int, bytes] | None:
         with self._changed:
             while not self._queue and not self._closing:
-                self._changed.wait()  # ended by `close`, which the launch calls whatever happens
+                self._changed.wait()  # ended by `close`, which the launch always calls
             return self._queue.popleft() if self._queue else None
 
     def _write_out(self, fd: int, data: bytes) -> None:
@@ -128,9 +128,9 @@ class Writer:
         while view and fd not in self._broken:
             try:
                 view = view[os.write(fd, view) :]
-            except BlockingIOError:  # someone else made it non-blocking
+            except BlockingIOError:  # another program made it non-blocking
                 _wait_writable(fd)
-            except OSError as error:  # its reader left, or the disk is full: the ranks go on without
+            except OSError as error:  # its reader is gone, or the disk is full: the ranks go on without it
                 self._broken.add(fd)
                 if fd > 2:
                     with suppress(OSError):
@@ -145,14 +145,14 @@ def _wait_writable(fd: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ConsoleStyle:
-    """How ranks' lines are shown."""
+    """How the ranks' lines are shown."""
 
     num_ranks: int
     with_prefix: bool
     only: frozenset[int] | None
-    """The ranks that are shown; None: all."""
+    """The ranks to show; None: all."""
     stdout_to_stderr: bool = False
-    """Our own stdout is for data, and our stderr has a line on a terminal that is drawn again and again."""
+    """Stdout is for our own data, and stderr has a status line that is redrawn on a terminal."""
 
     def prefix(self, rank: int, fd: int, environment: Mapping[str, str]) -> Prefix:
         clear = b"\r\x1b[K" if self.stdout_to_stderr and os.isatty(fd) else b""
@@ -164,7 +164,7 @@ class ConsoleStyle:
 
 
 class Read(Enum):
-    """What one look into a pipe gave."""
+    """The result of reading a pipe once."""
 
     DATA = "data"
     NOTHING_YET = "nothing yet"
@@ -181,10 +181,10 @@ class _Stream:
 
 
 class Console:
-    """Reads ranks' pipes on the loop; a thread writes. A slow reader slows ranks down and loses nothing."""
+    """Reads the ranks' pipes on the event loop, writes in a thread. A slow reader slows the ranks; nothing is lost."""
 
     def __init__(self, style: ConsoleStyle, logs: Sequence[int]) -> None:
-        """Takes over the log files too."""
+        """Takes ownership of the log files."""
         self._style = style
         self._logs = logs
         self._streams: dict[int, _Stream] = {}
@@ -196,7 +196,7 @@ class Console:
         self._writer = Writer(self._on_room, owned=logs)
 
     def add(self, rank: int, stdout: int, stderr: int) -> None:
-        """Take over the reading ends of a rank's two pipes."""
+        """Take ownership of the reading ends of a rank's two pipes."""
         shown_on = _STDERR if self._style.stdout_to_stderr else _STDOUT
         for pipe, console in ((stdout, shown_on), (stderr, _STDERR)):
             os.set_blocking(pipe, False)
@@ -208,19 +208,19 @@ class Console:
                 self._loop.add_reader(pipe, self._on_readable, pipe)
 
     def log(self, rank: int, text: str) -> None:
-        """Append our own words to a rank's log file, if there is one; on a line of their own."""
+        """Append text to a rank's log file, if there is one, on a new line."""
         if self._logs:
             fd = self._logs[rank]
             newline = b"\n" if fd in self._unfinished else b""
             self._writer.write(fd, newline + text.encode("utf-8", "replace"))
 
     def abandon(self) -> None:
-        """Stop waiting for whoever does not read our output."""
+        """Stop waiting for a reader that does not read our output."""
         self._abandoned = True
         self._room.set()
 
     async def drain(self) -> None:
-        """Deliver all that is in the pipes. Call when no rank lives, so that nothing more can come."""
+        """Write everything that is in the pipes. Call it when all ranks have ended."""
         for pipe in list(self._streams):
             while pipe in self._streams and not self._abandoned:
                 if self._writer.is_full:
@@ -229,13 +229,13 @@ class Console:
                     self._end(pipe)
 
     async def close(self) -> None:
-        """Wait until all is written. No deadline: a pager may well read slowly, and Ctrl-C abandons it."""
+        """Wait until everything is written. No deadline: a pager may read slowly, and Ctrl-C abandons it."""
         self.release()
         while not self._writer.is_done and not self._abandoned:
             await self._wait_for_room()
 
     def release(self) -> None:
-        """Close the pipes and let the thread end once it has written what it has."""
+        """Close the pipes, and let the thread end once its queue is written."""
         for pipe in list(self._streams):
             self._end(pipe)
         self._writer.close()
@@ -276,7 +276,7 @@ class Console:
         os.close(pipe)
 
     def _on_room(self) -> None:
-        with suppress(RuntimeError):  # the loop may be closed once we were abandoned
+        with suppress(RuntimeError):  # the loop may be closed after `abandon`
             self._loop.call_soon_threadsafe(self._resume)
 
     def _resume(self) -> None:

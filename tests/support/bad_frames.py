@@ -53,14 +53,14 @@ def drawn(draw: st.DrawFn) -> bytes:
 
 def why_refused(data: bytes) -> Reason | None:
     """What the server says of a connection that begins with this, in a run of version 2. None: nothing, if it ends."""
-    reader, admission = FrameReader(Side.SERVER), ServerHandshake(b"another token", SeenNonces())
+    reader, handshake = FrameReader(Side.SERVER), ServerHandshake(b"another token", SeenNonces())
     try:
         for item in reader.feed(data):
             match item:
                 case Hello():
-                    admission.challenge(item)
+                    handshake.challenge(item)
                 case Proof():
-                    admission.check(item)
+                    handshake.check(item)
                 case JoinRequest():
                     check_node_id(item.node_id)
                     return Reason.VERSION_REFUSED

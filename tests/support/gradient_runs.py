@@ -37,12 +37,12 @@ def on_uvloop(test):
 
 async def until(is_so):
     async with asyncio.timeout(SECONDS):
-        while not is_so():  # noqa: ASYNC110 - what the server has noticed it tells nobody
+        while not is_so():  # noqa: ASYNC110 - the server has no event for it
             await asyncio.sleep(0.001)
 
 
 class Run:
-    """A server and what it has told."""
+    """A server and its step records."""
 
     def __init__(self, server: GradientServer, records: list) -> None:
         self.server, self.records, self.address = server, records, server.address
@@ -76,7 +76,7 @@ async def joined_v1(run, count=2):
 
 
 async def assigned_v1(run, count=2):
-    """All have joined, and were told their samples."""
+    """All have joined and got their shares."""
     clients = await joined_v1(run, count)
     for client in clients:
         assert (await client.read())[:2] == ("assignment", 0)

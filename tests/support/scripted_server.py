@@ -48,7 +48,7 @@ class ScriptedLink:
 
     def __init__(self, link: Link, server: ScriptedServer) -> None:
         self._link, self._server = link, server
-        self._admission = ServerHandshake(server.token, server.seen)
+        self._handshake = ServerHandshake(server.token, server.seen)
         self.hello: Hello | None = None
         self._items: asyncio.Queue[Message | bytes] = asyncio.Queue()
         self._chunk = bytearray()
@@ -62,10 +62,10 @@ class ScriptedLink:
                     self.send(self._server.refusal)
                     self._link.close()
                     return
-                self.send(self._admission.challenge(item))
+                self.send(self._handshake.challenge(item))
             case Proof():
                 try:
-                    self.hello, mac = self._admission.check(item)
+                    self.hello, mac = self._handshake.check(item)
                 except WireError as error:
                     self.send(Refused(error.reason, error.detail))
                     self._link.close()

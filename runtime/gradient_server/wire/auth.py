@@ -1,8 +1,8 @@
-"""Who may join a gradient server: both ends prove that they know the run's token, and never send it. Sans-io.
+"""The join handshake: worker and server prove that they know the run's token without sending it. Sans-io.
 
 worker                          server
 Hello(nonce, node_id, …)   →                       nonce: the worker's, 16 bytes
-                           ←    Challenge(nonce)   the server's, 32 bytes, of this connection alone
+                           ←    Challenge(nonce)   the server's, 32 bytes, used for this connection only
 Proof(HMAC)                →                       over "worker", the server's nonce and the whole Hello
                            ←    Welcome(HMAC)      over "server" and the same
 """
@@ -17,7 +17,7 @@ from monitoring import tokens
 from runtime.errors import ConfigError
 from runtime.gradient_server.wire.messages import VERSION, Challenge, Hello, Proof, Reason, Welcome, WireError, encode
 
-_REMEMBERED = 4096  # joins: more than workers come back in a run, in half a MiB
+_REMEMBERED = 4096  # nonces, in half a MiB: more than there are joins in a run
 _MOST_NAME_CHARACTERS = 255
 
 
@@ -32,30 +32,30 @@ def read_token(path: str) -> bytes:
 
 
 def worker_proof(token: bytes, server_nonce: bytes, hello: Hello) -> bytes:
-    """What a worker answers to a challenge."""
+    """The MAC with which a worker answers a challenge."""
     return _mac(token, b"worker", server_nonce, hello)
 
 
 def server_proof(token: bytes, server_nonce: bytes, hello: Hello) -> bytes:
-    """What a server shows in its welcome."""
+    """The MAC in the server's welcome."""
     return _mac(token, b"server", server_nonce, hello)
 
 
 def _mac(token: bytes, who: bytes, server_nonce: bytes, hello: Hello) -> bytes:
-    """Label and nonce have a fixed size, so that no two inputs are the same bytes."""
-    said = b"parallel3d gradient " + who + server_nonce + encode(hello)
-    return hmac.digest(token, said, hashlib.sha256)
+    """Label and nonce have fixed sizes, so different inputs never give the same bytes."""
+    data = b"parallel3d gradient " + who + server_nonce + encode(hello)
+    return hmac.digest(token, data, hashlib.sha256)
 
 
 def check_node_id(node_id: str) -> None:
-    """That it can be shown in logs and errors, of either version. WireError: bad_text."""
+    """Raise WireError (bad_text) unless the name can be shown in logs and errors."""
     if not node_id.isprintable() or not 1 <= len(node_id) <= _MOST_NAME_CHARACTERS:
         size = f"1 to {_MOST_NAME_CHARACTERS} printable characters"
         raise WireError(Reason.BAD_TEXT, f"{node_id[:40]!r} is no name for a worker, which has {size}.")
 
 
 class SeenNonces:
-    """Workers' nonces of joins that were proven: of all connections of a server, and the oldest are forgotten."""
+    """The workers' nonces of successful joins to a server; the oldest are forgotten."""
 
     def __init__(self, most: int = _REMEMBERED) -> None:
         self._most = most
@@ -71,7 +71,7 @@ class SeenNonces:
 
 
 class ServerHandshake:
-    """The server's side of one connection's join; its challenge is good for one proof."""
+    """The server's side of one connection's join. A challenge is valid for one proof."""
 
     def __init__(self, token: bytes, seen: SeenNonces) -> None:
         self._token, self._seen = token, seen
@@ -79,7 +79,7 @@ class ServerHandshake:
         self._nonce: bytes | None = None
 
     def challenge(self, hello: Hello) -> Challenge:
-        """The answer to a worker's first words. WireError: version_refused, bad_text, already_joined, replayed."""
+        """The answer to Hello. WireError: version_refused, bad_text, already_joined, replayed."""
         check_node_id(hello.node_id)
         if hello.version != VERSION:
             raise WireError(Reason.VERSION_REFUSED, f"{hello.node_id!r} speaks {hello.version}, this server {VERSION}.")
@@ -91,7 +91,7 @@ class ServerHandshake:
         return Challenge(self._nonce)
 
     def check(self, proof: Proof) -> tuple[Hello, bytes]:
-        """Who has joined, and the mac of its Welcome. WireError: not_joined, replayed, bad_token."""
+        """(Hello of the worker that joined, MAC of its Welcome). WireError: not_joined, replayed, bad_token."""
         hello, nonce, self._nonce = self._hello, self._nonce, None
         if hello is None:
             raise WireError(Reason.NOT_JOINED, "Proof before Hello.")
@@ -109,7 +109,7 @@ class WorkerHandshake:
     def __init__(self, token: bytes, node_id: str, *, step: int = 0, has_state: bool = False) -> None:
         self._token, self._nonce = token, b""
         self.hello = Hello(VERSION, node_id, secrets.token_bytes(16), step, has_state)
-        """To be sent first."""
+        """The first message to send."""
 
     def prove(self, challenge: Challenge) -> Proof:
         """The answer to the server's challenge."""
@@ -119,7 +119,7 @@ class WorkerHandshake:
         return Proof(worker_proof(self._token, challenge.nonce, self.hello))
 
     def check(self, welcome: Welcome) -> None:
-        """That the server knows the token too. WireError: bad_token."""
+        """Raise WireError (bad_token) unless the server knows the token too."""
         expected = server_proof(self._token, self._nonce, self.hello) if self._nonce else b""
         if not hmac.compare_digest(welcome.mac, expected):
             raise WireError(Reason.BAD_TOKEN, "the server has another token than this worker.")

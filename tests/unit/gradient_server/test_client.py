@@ -70,7 +70,7 @@ def average(link: ScriptedLink, step: int, attempt: int, *parts) -> None:
 async def until_heard(client: GradientClient, link: ScriptedLink, step: int) -> None:
     """All that was said so far."""
     link.send(StateWanted(step, 99))
-    while client._turn.wanted_state is None:  # noqa: ASYNC110
+    while client._protocol.wanted_state is None:  # noqa: ASYNC110
         await asyncio.sleep(0)
 
 
@@ -311,7 +311,7 @@ async def test_calls_in_the_wrong_place(server):
         with pytest.raises(InvalidCall, match="the share of step 0 has no average yet"):
             await client.next_share()
         client.begin([part([1])], [part([0])])
-        with pytest.raises(InvalidCall, match="on its way already"):
+        with pytest.raises(InvalidCall, match="being sent already"):
             client.begin([part([1])], [part([0])])
         with pytest.raises(InvalidCall, match="entered once"):
             await client.__aenter__()

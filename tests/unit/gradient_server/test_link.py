@@ -369,7 +369,7 @@ def test_a_worker_lost_in_the_midst_of_a_frame(run: Run, tls: Tls) -> None:
             error = await server.until_lost()
             assert isinstance(error, LinkLost)
             assert error.is_mid_frame
-            assert "in the midst of a message" in str(error)
+            assert "within a message" in str(error)
             await worker.link.closed()
             assert worker.lost == [None]
             assert len(server.lost) == 1

@@ -230,7 +230,7 @@ def test_whoever_is_told_may_fail():
     def fail(record):
         raise ZeroDivisionError
 
-    assert [line["event"] for line in json_of(lambda log: log.info("x"), tell=fail)] == ["x"]
+    assert [line["event"] for line in json_of(lambda log: log.info("x"), on_record=fail)] == ["x"]
 
 
 @pytest.mark.parametrize("closed", ["stderr", "pipe"])
