@@ -8,9 +8,8 @@ import ssl
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
-from monitoring import tokens
 from monitoring.http.addresses import host_and_port, is_every_address, is_loopback
-from monitoring.tokens import UnusableToken
+from monitoring.http.tokens import UnusableToken, read_token
 
 _BACKLOG = 256  # more than scrape at a time, so that none is turned away while the thread waits for a core
 
@@ -23,7 +22,7 @@ def new_token() -> str:
 def read_bearer_token(path: str) -> str:
     """The token in a file, as HTTP headers and URLs can carry it. Raises OSError and UnusableToken."""
     try:
-        token = tokens.read_token(path).decode("ascii")
+        token = read_token(path).decode("ascii")
     except UnicodeDecodeError:
         raise UnusableToken("a token is printable ASCII.") from None
     if not token.isprintable() or " " in token:

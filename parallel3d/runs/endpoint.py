@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from monitoring.http.endpoint import Endpoint, read_bearer_token, tls_context
-from monitoring.tokens import UnusableToken
+from monitoring.http.tokens import UnusableToken
 from parallel3d.config import RunConfig
 from parallel3d.config.errors import ConfigProblems, problem_of_key
 from parallel3d.planning.preflight import Locate, nowhere

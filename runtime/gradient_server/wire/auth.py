@@ -13,7 +13,7 @@ import hashlib
 import hmac
 import secrets
 
-from monitoring import tokens
+from monitoring.http import tokens
 from runtime.errors import ConfigError
 from runtime.gradient_server.wire.messages import VERSION, Challenge, Hello, Proof, Reason, Welcome, WireError, encode
 

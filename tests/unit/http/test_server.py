@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from monitoring.http.addresses import host_and_port, is_loopback, without_port
 from monitoring.http.endpoint import Endpoint, new_token, read_bearer_token, tls_context
 from monitoring.http.server import RENDER_SECONDS, Exposition, make_app, serve
-from monitoring.tokens import UnusableToken
+from monitoring.http.tokens import UnusableToken
 
 TOKEN = "a-token-of-16-characters"
 
