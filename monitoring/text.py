@@ -9,5 +9,8 @@ def printable(text: str, *, instead: str = "?", keep: str = "") -> str:
 
 
 def escaped(text: str) -> str:
-    """The text itself if it is printable; otherwise as ASCII, with backslash escapes."""
-    return text if text.isprintable() else text.encode("ascii", "backslashreplace").decode()
+    """The text itself if it is printable; otherwise as printable ASCII, with backslash escapes."""
+    if text.isprintable():
+        return text
+    ascii_text = text.encode("ascii", "backslashreplace").decode()  # leaves ASCII's own control characters
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in ascii_text)

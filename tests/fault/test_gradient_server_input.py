@@ -112,7 +112,7 @@ BEFORE_JOIN = {
 }
 
 
-def test_what_strangers_say_is_refused_and_counted():
+def test_bytes_that_are_no_frames_are_refused_and_counted():
     with run_beside() as run:
         for name, (data, _) in BEFORE_JOIN.items():
             with RawClient(run.settings.port) as client:

@@ -12,4 +12,4 @@ def test_unprintable_characters_are_replaced():
 
 def test_only_unprintable_text_is_escaped():
     assert escaped("a é") == "a é"
-    assert escaped("é\x1b") == "\\xe9\\x1b"
+    assert escaped("é\x1b\x7f\n") == "\\xe9\\x1b\\x7f\\n"
