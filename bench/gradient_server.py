@@ -8,7 +8,7 @@ python bench/gradient_server.py [--json] [--quick]
 2. The most memory that the server's whole process had, with 2, 8 and 32 workers.
 3. What a step of three workers takes, from the first byte of its gradients until the other two have the average, while
    1,000 connections are open that say nothing and one of the three reads slowly; in turns with the same without them,
-   where that one reads at once and then pauses. (A step after a pause takes longer, whoever made the pause.)
+   where that one reads at once and then pauses. (A step after a pause takes longer, whatever caused the pause.)
 """
 
 from __future__ import annotations
@@ -128,19 +128,19 @@ def _start(workers: Sequence[subprocess.Popen[str]], last: str = "") -> None:
         worker.stdin.flush()
 
 
-class Turn(NamedTuple):
+class StepCost(NamedTuple):
     seconds: float
     """Of a step, from the end of the one before to its own, all workers together: the median."""
     memory: int
 
 
-def take_turn(kind: str, settings: Settings) -> Turn:
+def measure_steps(kind: str, settings: Settings) -> StepCost:
     with (
         Server(kind, settings.workers, settings.size) as server,
         workers_of([kind] * settings.workers, server.port, settings) as workers,
     ):
         ends = ends_of(workers)
-        return Turn(median([after - before for before, after in pairwise(ends)]), server.most_memory)
+        return StepCost(median([after - before for before, after in pairwise(ends)]), server.most_memory)
 
 
 # What is asked.
@@ -152,7 +152,7 @@ def speeds(settings: Settings) -> dict[str, Any]:
     rates: dict[str, list[float]] = {kind: [] for kind in CONTESTANTS}
     for number in range(settings.rounds):
         for kind in CONTESTANTS if number % 2 else CONTESTANTS[::-1]:
-            rates[kind].append(moved / take_turn(kind, settings).seconds)
+            rates[kind].append(moved / measure_steps(kind, settings).seconds)
     ratios = {kind: median_ratio(rates[kind], rates["plain"]) for kind in CONTESTANTS[1:]}
     return {"rates": {kind: median(each) for kind, each in rates.items()}, "over_plain": ratios, **settings._asdict()}
 
@@ -163,7 +163,7 @@ def memories(size: int, crowds: Sequence[int]) -> list[dict[str, Any]]:
         {
             "kind": kind,
             "workers": workers,
-            "bytes": take_turn(kind, Settings(workers, size, steps=3, rounds=1)).memory,
+            "bytes": measure_steps(kind, Settings(workers, size, steps=3, rounds=1)).memory,
             "most": 3 * size + 64 * MIB,
         }
         for kind in CONTESTANTS[1:]
@@ -178,7 +178,7 @@ def crowded(settings: Settings) -> dict[str, Any]:
     seconds: dict[bool, list[float]] = {False: [], True: []}
     with (
         Server("v1", settings.workers, settings.size) as server,
-        workers_of(["told"] * settings.workers, server.port, settings) as workers,
+        workers_of(["paced"] * settings.workers, server.port, settings) as workers,
     ):
         for number in range(2 * settings.rounds):
             is_crowded = number % 2 == 1

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from runtime.errors import Parallel3DError as Parallel3DError
     from runtime.errors import PeerLost as PeerLost
     from runtime.errors import RunFailed as RunFailed
-    from runtime.gradient_server.client.turn import ServerRefused as ServerRefused
-    from runtime.gradient_server.client.turn import ShareChanged as ShareChanged
+    from runtime.gradient_server.client.protocol import ServerRefused as ServerRefused
+    from runtime.gradient_server.client.protocol import ShareChanged as ShareChanged
     from runtime.logs import logger as logger
     from runtime.loop import run as run
 
@@ -51,8 +51,8 @@ _HOME = {
     "Run": "parallel3d.runs.supervised",
     "start": "parallel3d.runs.supervised",
     "Group": "process_groups.group",
-    "ServerRefused": "runtime.gradient_server.client.turn",
-    "ShareChanged": "runtime.gradient_server.client.turn",
+    "ServerRefused": "runtime.gradient_server.client.protocol",
+    "ShareChanged": "runtime.gradient_server.client.protocol",
     "logger": "runtime.logs",
     "run": "runtime.loop",
     **dict.fromkeys(

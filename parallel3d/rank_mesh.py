@@ -27,7 +27,7 @@ from runtime.control import rank_control
 from runtime.cores import threads_per_rank
 from runtime.environment import RankEnvironment, read_environment
 from runtime.errors import CommunicationError, Coords, GroupClosed, InvalidCall, NonFiniteGradient, PeerLost, name_rank
-from runtime.log_context import bind_rank
+from runtime.log_settings import bind_rank
 from runtime.threads import DaemonThreads
 
 if TYPE_CHECKING:

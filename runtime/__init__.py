@@ -1,1 +1,1 @@
-"""How processes live: event loop, launch, supervision, control channel, deadlines."""
+"""Processes: event loop, launch and supervision, control channel, errors, logs, the gradient server."""

@@ -1,6 +1,6 @@
-"""The control channel: small JSON messages between a rank and its launcher, which never hold either up.
+"""The control channel: small JSON messages between a rank and its launcher. Sending never blocks.
 
-One message is one record of a SOCK_SEQPACKET pair, so that it arrives whole or is dropped whole.
+A message is one record of a SOCK_SEQPACKET pair, so it arrives whole or is dropped whole.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ Message = dict[str, Any]
 
 
 class RankControl:
-    """The rank's end. Sending never waits and never raises for want of a reader: it drops and counts."""
+    """The rank's end. A message that cannot be sent at once is dropped and counted."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.dropped = 0
         self.is_open = True
-        """Until the launcher was found to be gone."""
+        """False once a read has shown that the launcher is gone."""
         os.set_blocking(fd, False)
 
     def send(self, kind: str, **fields: object) -> bool:
-        """Hand one message to the launcher; lost (and counted) when its buffer is full or it is too big."""
+        """Send a message to the launcher. False if it was dropped: the buffer is full, or the message too large."""
         sent = self._write(encode(kind, fields))
         self.dropped += not sent
         return sent
 
     def send_within(self, seconds: float, kind: str, **fields: object) -> bool:
-        """As `send`, but wait up to so long for room: for the last words of a rank. True when it went."""
+        """As `send`, but wait up to `seconds` for room: for a rank's last message."""
         poller = select.poll()
         poller.register(self.fd, select.POLLOUT)
         poller.poll(seconds * 1000)
         return self.send(kind, **fields)
 
     def messages(self) -> Iterator[Message]:
-        """What the launcher has sent, without waiting."""
+        """The messages from the launcher that have arrived, without waiting."""
         while self.is_open:
             try:
                 data = os.read(self.fd, MAX_MESSAGE_BYTES)
@@ -68,10 +68,10 @@ class RankControl:
 
 
 def rank_control() -> RankControl | None:
-    """This rank's channel; None where `parallel3d launch` did not start this very process.
+    """This rank's channel; None if `parallel3d launch` did not start this process.
 
-    Programs that a rank starts inherit the variables but not the descriptor, so its number may by
-    now be another file: hence the checks.
+    Programs that a rank starts inherit the variables but not the descriptor, whose number may belong to another
+    file there: hence the checks.
     """
     number, pid = os.environ.get(CONTROL_FD, ""), os.environ.get(RANK_PID)
     if not number.isdigit() or pid != str(os.getpid()):
@@ -84,12 +84,12 @@ def rank_control() -> RankControl | None:
 
 
 def encode(kind: str, fields: Mapping[str, object]) -> bytes:
-    """One message as a line of JSON; what JSON cannot say is sent as its repr."""
+    """A message as a line of JSON; values that JSON does not have become their repr."""
     return json.dumps({"kind": kind, **fields}, default=repr).encode() + b"\n"
 
 
 def decode(data: bytes) -> Message | None:
-    """The message in these bytes, or None: a rank may send anything, and must not break its launcher."""
+    """The message in these bytes; None if there is none, since a rank may send anything."""
     try:
         message = json.loads(data)
     except (ValueError, RecursionError):
@@ -99,7 +99,7 @@ def decode(data: bytes) -> Message | None:
     return message
 
 
-_TRUNCATED = int(socket.MSG_TRUNC)  # a flag of an enumeration takes microseconds to compare
+_TRUNCATED = int(socket.MSG_TRUNC)  # comparing with the enum member takes microseconds
 
 
 class LauncherControl:
@@ -114,7 +114,7 @@ class LauncherControl:
         self._room = memoryview(bytearray(MAX_MESSAGE_BYTES))
 
     def send(self, kind: str, **fields: object) -> bool:
-        """Hand one message to the rank; False where it has ended, or reads nothing and its buffer is full."""
+        """Send a message to the rank; False if it has ended, or its buffer is full."""
         try:
             self.connection.send(encode(kind, fields))
         except OSError:
@@ -122,7 +122,7 @@ class LauncherControl:
         return True
 
     def messages(self, at_most: int = 64) -> Iterator[Message]:
-        """What has arrived, without waiting; bounded, so that one chatty rank cannot starve the others."""
+        """Up to `at_most` messages that have arrived, without waiting; so one rank cannot starve the others."""
         for _ in range(at_most):
             record = self._record()
             self.may_have_more = record is not None
@@ -148,7 +148,7 @@ class LauncherControl:
         return b"" if flags & _TRUNCATED else bytes(self._room[:num_bytes])
 
     def _hung_up(self) -> bool:
-        """An empty record looks like the end of the stream; only the latter hangs up."""
+        """Tells the end of the stream from an empty record, which looks the same."""
         poller = select.poll()
         poller.register(self.connection, 0)
         return any(event & select.POLLHUP for _, event in poller.poll(0))

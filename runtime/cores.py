@@ -1,4 +1,4 @@
-"""How many cores this process may keep busy: those it may run on, as far as its control groups let it."""
+"""How many cores this process may use, by its CPU affinity and its control groups."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _OWN = Path("/proc/self/cgroup")
 
 
 def num_cores() -> int:
-    """A container's quota of two and a half cores is three: with a share of the third it is busy too."""
+    """Rounded up: a quota of 2.5 cores is 3."""
     return max(1, math.ceil(min(len(os.sched_getaffinity(0)), quota())))
 
 
 def threads_per_rank(num_ranks: int) -> int:
-    """So many that all ranks of this host together keep every core busy, and no more."""
+    """Threads with which all ranks of this host together use each core once."""
     return max(1, num_cores() // num_ranks)
 
 
 def quota(groups: Path = _GROUPS, own: Path = _OWN) -> float:
-    """Cores that the control groups of this process give it, those above it included; infinity where none limits it."""
+    """Cores allowed by the control groups of this process and their parents; infinity without a limit."""
     with suppress(OSError):
         return min(map(_limit, _folders(groups, own.read_text())), default=math.inf)
     return math.inf
 
 
 def _folders(groups: Path, own: str) -> Iterator[Path]:
-    """Within a container the groups above its own, whose names it may know, are not there."""
+    """The folders of this process's groups and their parents. In a container the parents may not exist."""
     for line in own.splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:  # version 2

@@ -1,4 +1,4 @@
-"""Which rank this process is and where its peers meet: `parallel3d launch`, torchrun, SLURM, or alone."""
+"""Which rank this process is and where ranks meet, from the environment of launch, torchrun or SLURM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.errors import LaunchError
 
 @dataclass(frozen=True, slots=True)
 class InheritedFile:
-    """A memory file inherited from the launcher; leaves nothing behind."""
+    """A memory file inherited from the launcher."""
 
     fd: int
 
@@ -36,7 +36,7 @@ class StoreServer:
 
 @dataclass(frozen=True, slots=True)
 class Nowhere:
-    """A single rank meets nobody."""
+    """For a single rank, which needs no rendezvous."""
 
 
 MeetingPlace = InheritedFile | PrivateFile | StoreServer | Nowhere
@@ -44,7 +44,7 @@ MeetingPlace = InheritedFile | PrivateFile | StoreServer | Nowhere
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """What the starter of this process says about it."""
+    """What the environment says about this process."""
 
     rank: int = 0
     world_size: int = 1
@@ -52,14 +52,14 @@ class RankEnvironment:
     local_world_size: int = 1
     meeting_place: MeetingPlace = Nowhere()
     attempt: str = "0"
-    """torchrun's store outlives a restart: what an earlier attempt left there is not for this one."""
+    """torchrun's restart count: its store outlives a restart, and keeps keys of earlier attempts."""
 
     host: str | None = None
-    """PARALLEL3D_HOST: overrides the detection of which ranks share a host."""
+    """PARALLEL3D_HOST: overrides the detection of ranks on the same host."""
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
-    """The first starter that left its marks: launch, torchrun (or anything with MASTER_ADDR), SLURM, none."""
+    """Tried in this order: launch, torchrun (or anything that sets MASTER_ADDR), SLURM, a single rank."""
     if "PARALLEL3D_STORE_FD" in environ:
         if environ.get("PARALLEL3D_RANK_PID", str(os.getpid())) != str(os.getpid()):
             raise LaunchError(
@@ -82,7 +82,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment
 
 
 def is_rank(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a starter made this very process a rank. A batch script of SLURM is none: its steps are."""
+    """Whether this process was started as a rank. In SLURM, a batch script is not a rank; its steps are."""
     if "PARALLEL3D_STORE_FD" in environ:
         return environ.get("PARALLEL3D_RANK_PID") == str(os.getpid())
     return ("MASTER_ADDR" in environ and "RANK" in environ) or {"SLURM_PROCID", "SLURM_STEP_ID"} <= set(environ)
@@ -103,7 +103,7 @@ def _from_torch_names(environ: Mapping[str, str], meeting_place: MeetingPlace) -
     local_world_size = _number(environ, "LOCAL_WORLD_SIZE") if has_local else world_size
     on_one_host = has_local and local_world_size == world_size
     if on_one_host and isinstance(meeting_place, StoreServer) and not meeting_place.served_by_agent:
-        meeting_place = replace(meeting_place, host="127.0.0.1")  # no need to be reached from elsewhere
+        meeting_place = replace(meeting_place, host="127.0.0.1")  # other hosts need not reach it
     found = RankEnvironment(
         rank=rank,
         world_size=world_size,
@@ -124,11 +124,11 @@ def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
     if world_size == 1:
         place = Nowhere()
     elif num_nodes == 1:  # torch's TCPStore would listen on every interface
-        folder = f"parallel3d-{os.getuid()}-slurm-{step}"  # the step's own, so that it can be removed with the file
+        folder = f"parallel3d-{os.getuid()}-slurm-{step}"  # one per step, so that it can be removed with the file
         place = PrivateFile(os.path.join(tempfile.gettempdir(), folder, "meeting"))
     else:
         host = first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
-        # Steps of one job may run at once, and jobs share nodes: spread them over the unprivileged ports.
+        # Steps of a job may run at the same time, and jobs share nodes: spread them over the unprivileged ports.
         job, number = _number(environ, "SLURM_JOB_ID", 0), _number(environ, "SLURM_STEP_ID", 0)
         port = _number(environ, "MASTER_PORT", 20000 + (job * 17 + number) % 20000)
         place = StoreServer(host, port, served_by_agent=False)

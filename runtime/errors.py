@@ -1,25 +1,28 @@
-"""Every error that parallel3d raises on purpose, and how it travels between processes.
+"""All errors that parallel3d raises on purpose, and how they travel between processes.
 
 Parallel3DError
-├── ConfigError            the YAML file, --set or the environment: all problems at once
+├── ConfigError            the YAML file, --set, an option or the environment is wrong
+│   └── ConfigProblems     all problems of a configuration, with their places; in parallel3d.config.errors
 ├── LaunchError            ranks could not be started, or this process is not one of them
-│   └── RunFailed          a rank of a run failed; names it, says how, and where the run's files are
-├── InvalidCall            a call that is wrong on this rank alone; nothing was sent
-│   ├── PeerRefused        a call that is right here, and wrong on another rank
-│   ├── OtherSize          a file's table has another size than was asked for; lives in parallel3d.pipeline.schedules
-│   └── ScheduleDeadlock   a table whose ranks would wait for each other; lives in parallel3d.pipeline.simulation
-├── DataError              a sample could not be had, or does not fit the others or the model
-├── BenchmarkError         a contestant of a benchmark failed, or computed something wrong
-├── NonFiniteGradient      gradients have become NaN or infinite; carries the ranks that have them
-├── WireError              what a peer of the gradient server sent is refused; lives in gradient_server.wire.refusals
-├── LinkLost               its connection is gone; lives in gradient_server.wire.link
-├── ServerRefused          the gradient server refuses a worker, or has halted; lives in gradient_server.client.turn
-├── ShareChanged           a share's average will not come; lives in gradient_server.client.turn
-└── CommunicationError     something between ranks; carries rank, coords, step and action
-    ├── Mismatch           ranks called different things
-    ├── PeerLost           they died, or left
-    ├── GroupClosed        we closed it
-    └── DeadlineExceeded   nobody came
+│   └── RunFailed          a rank of a run failed; says which one, how, and where the run's files are
+├── InvalidCall            a call that is wrong on this rank, whatever other ranks do; nothing was sent
+│   ├── PeerRefused        a call that is right here and wrong on another rank
+│   ├── CannotBeCut        a model does not say which its layers are; in parallel3d.models.layer_sequence
+│   ├── OtherSize          a schedule file has another size than asked for; in parallel3d.pipeline.schedules.build
+│   └── ScheduleDeadlock   a schedule whose ranks wait for each other; in parallel3d.pipeline.simulation.deadlock
+├── DataError              a sample could not be read, or does not fit the others or the model
+├── BenchmarkError         a contestant of a benchmark failed, or computed a wrong result
+├── NonFiniteGradient      gradients are NaN or infinite; carries the ranks that have them
+├── WireError              what a peer of the gradient server sent is refused; in runtime.gradient_server.wire.refusals
+│   └── GradientRefused    it cannot be part of the step's sum; in runtime.gradient_server.step_sum
+├── LinkLost               a connection of the gradient server is gone; in runtime.gradient_server.wire.link
+├── ServerRefused          the gradient server refuses a worker, or halted; in runtime.gradient_server.client.protocol
+├── ShareChanged           a share's average will not come; in runtime.gradient_server.client.protocol
+└── CommunicationError     something went wrong between ranks; carries rank, coords, step and action
+    ├── Mismatch           ranks made different calls
+    ├── PeerLost           a peer died, or left
+    ├── GroupClosed        this end closed it
+    └── DeadlineExceeded   a rank did not come in time
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from typing import Any, ClassVar, NamedTuple
 
 
 class Coords(NamedTuple):
-    """Where a rank sits in the mesh."""
+    """The coordinates of a rank in the mesh."""
 
     dp: int
     tp: int
@@ -48,13 +51,13 @@ def name_rank(rank: int | None, coords: Coords | None) -> str:
 
 
 def notes_of(error: BaseException) -> tuple[str, ...]:
-    """What was added to it on its way, such as the layer that it came from; anybody may put anything there."""
+    """The notes added to an error, such as the layer that it came from; values of other types are left out."""
     notes = getattr(error, "__notes__", ())
     return tuple(note for note in notes if isinstance(note, str)) if isinstance(notes, list) else ()
 
 
 class Parallel3DError(Exception):
-    """The root of everything raised on purpose."""
+    """The base of all errors raised on purpose."""
 
 
 class ConfigError(Parallel3DError):
@@ -66,7 +69,7 @@ class LaunchError(Parallel3DError):
 
 
 class RunFailed(LaunchError):
-    """A run's ranks were started and did not end well. `rank` and `coords` name the one that failed first."""
+    """Ranks of a run were started and failed. `rank` and `coords` name the one that failed first."""
 
     def __init__(
         self,
@@ -84,11 +87,11 @@ class RunFailed(LaunchError):
 
 
 class InvalidCall(Parallel3DError, ValueError):
-    """A call that cannot be right whatever the other ranks do."""
+    """A call that is wrong whatever the other ranks do."""
 
 
 class PeerRefused(InvalidCall):
-    """Another rank refuses its part of a call that all make, and says why; `rank` is that one."""
+    """Another rank, `rank`, refuses its part of a collective call; the message has its reason."""
 
     def __init__(self, message: str, *, rank: int | None = None) -> None:
         super().__init__(message)
@@ -99,16 +102,16 @@ class PeerRefused(InvalidCall):
 
 
 class DataError(Parallel3DError):
-    """A sample could not be had, or does not fit the others or the model; names the sample and the key."""
+    """A sample could not be read, or does not fit the others or the model; names the sample and the key."""
 
 
 class BenchmarkError(Parallel3DError):
-    """A contestant of a benchmark failed, or computed something wrong: there are no figures."""
+    """A contestant of a benchmark failed, or computed a wrong result, so there are no figures."""
 
 
 class NonFiniteGradient(Parallel3DError, ArithmeticError):
-    """A step's gradients are not all finite, and the weights are unchanged. Raised on every rank alike; `ranks` are
-    those that have such gradients."""
+    """A step's gradients are not all finite; the weights are unchanged. Raised on every rank; `ranks` are those with
+    such gradients."""
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = (), step: int | None = None) -> None:
         super().__init__(message)
@@ -119,8 +122,8 @@ class NonFiniteGradient(Parallel3DError, ArithmeticError):
 
 
 def culprit_of(error: BaseException) -> int | None:
-    """The rank at fault where others raise an error as well; also inside task groups, and behind `from`. None where
-    only the one that raises it can be."""
+    """The rank at fault, if an error is raised on other ranks too; looks into task groups and `from`. None if the error
+    does not name one."""
     if isinstance(error, BaseExceptionGroup):
         return next((found for each in error.exceptions if (found := culprit_of(each)) is not None), None)
     if isinstance(error, NonFiniteGradient):
@@ -131,7 +134,7 @@ def culprit_of(error: BaseException) -> int | None:
 
 
 class CommunicationError(Parallel3DError):
-    """Something went wrong between ranks. `rank` and `coords` name the rank at fault, not the reporter."""
+    """Something went wrong between ranks. `rank` and `coords` name the rank at fault, not the one that raises."""
 
     kinds: ClassVar[dict[str, type[CommunicationError]]] = {}
 
@@ -151,7 +154,7 @@ class CommunicationError(Parallel3DError):
         self.message, self.rank, self.coords, self.step, self.action = message, rank, coords, step, action
 
     def to_wire(self) -> dict[str, Any]:
-        """Plain values, so that JSON can carry it."""
+        """The error as values that JSON has."""
         coords = list(self.coords) if self.coords is not None else None
         return {
             "kind": type(self).__name__,
@@ -164,7 +167,7 @@ class CommunicationError(Parallel3DError):
 
     @staticmethod
     def from_wire(fields: Mapping[str, Any]) -> CommunicationError:
-        """The error that `to_wire` wrote; a kind we don't know becomes the base class."""
+        """The error that `to_wire` wrote; an unknown kind becomes the base class."""
         kind = CommunicationError.kinds.get(fields["kind"], CommunicationError)
         coords = Coords(*fields["coords"]) if fields["coords"] is not None else None
         return kind(
@@ -180,7 +183,7 @@ class CommunicationError(Parallel3DError):
 
 
 class Mismatch(CommunicationError):
-    """Ranks of one group called different things at the same place in their order of calls."""
+    """Ranks of a group made different calls at the same position of their call sequence."""
 
 
 class PeerLost(CommunicationError):
@@ -188,7 +191,7 @@ class PeerLost(CommunicationError):
 
 
 class GroupClosed(CommunicationError):
-    """This group was closed: by leaving the mesh, or because a call on it was cancelled."""
+    """This group is closed, because its mesh was left or a call on it was cancelled."""
 
 
 class DeadlineExceeded(CommunicationError, TimeoutError):

@@ -1,6 +1,6 @@
-"""Log lines: for people on a terminal, JSON elsewhere; a copy of each goes to whoever supervises this process.
+"""Log lines: for people on a terminal, JSON elsewhere; a copy of each goes to the launcher.
 
-Nothing is configured for the whole process: a program that uses structlog in its own way keeps that way.
+Does not change structlog's global configuration, which belongs to the user's program.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from structlog.typing import FilteringBoundLogger, Processor
 
 from runtime.control import RankControl, rank_control
 from runtime.environment import is_rank
-from runtime.log_format import LogFormat, log_format, log_level
+from runtime.log_settings import LogFormat, log_format, log_level
 
 _FIRST = ("time", "level", "event", "rank", "coords", "step")
-_LONGEST = 8192  # letters of one value that is sent on: a message has room for 64 KiB
+_LONGEST = 8192  # characters of a value that is sent on: a message has room for 64 KiB
 _MOST_FIELDS = 32
 
 Record = dict[str, Any]
-Tell = Callable[[Record], object]
+OnRecord = Callable[[Record], object]
 
 
 def logger(name: str | None = None, **fields: Any) -> FilteringBoundLogger:
@@ -37,23 +37,22 @@ def logger(name: str | None = None, **fields: Any) -> FilteringBoundLogger:
     left out, unless PARALLEL3D_LOG_LEVEL says otherwise.
     """
     control = rank_control()
-    tell = None if control is None else _Sender(control)
+    on_record = None if control is None else _Sender(control)
     bound = fields if name is None else {"logger": name, **fields}
     if is_rank() and os.environ.get("RANK", "").isdecimal():
         bound = {"rank": int(os.environ["RANK"]), **bound}  # also before there is a mesh
     form = log_format(sys.stderr is not None and sys.stderr.isatty())
-    return make_logger(form, tell=tell, level=log_level()).bind(**bound)
+    return make_logger(form, on_record=on_record, level=log_level()).bind(**bound)
 
 
 def make_logger(
     form: LogFormat,
     *,
-    tell: Tell | None = None,
+    on_record: OnRecord | None = None,
     level: int = logging.INFO,
     write: Callable[[str], object] | None = None,
 ) -> FilteringBoundLogger:
-    """tell: is given a copy of each record. write: a line's way out; stderr, as it is at that moment, where none is
-    given."""
+    """on_record: called with a copy of each record. write: called with each line; default: the current stderr."""
     steps: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -61,8 +60,8 @@ def make_logger(
         structlog.processors.format_exc_info,
         _in_order,
     ]
-    if tell is not None:
-        steps.append(_Teller(tell))
+    if on_record is not None:
+        steps.append(_Copy(on_record))
     steps += _renderers(form)
     wrapper = structlog.make_filtering_bound_logger(level)
     lines = structlog.wrap_logger(
@@ -80,18 +79,18 @@ def _renderers(form: LogFormat) -> list[Processor]:
     return [_for_people, console]
 
 
-# On the way.
+# Processors.
 
 
 def _in_order(_: Any, __: str, event: MutableMapping[str, Any]) -> Record:
-    """What every line has comes first; values that JSON has no word for become text."""
+    """Common fields first; values that JSON does not have become text."""
     event["time"] = round(time.time(), 6)
     record = {key: event.pop(key) for key in _FIRST if key in event}
     return {key: _plain(value) for key, value in {**record, **event}.items()}
 
 
 def _plain(value: Any, depth: int = 4) -> Any:
-    """JSON has no NaN, and knows few types."""
+    """A value that JSON has: not NaN, and of few types."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else repr(float(value))
     if isinstance(value, dict) and depth:
@@ -108,27 +107,27 @@ def _for_people(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapp
     return event
 
 
-class _Teller:
-    """Gives away a copy; whoever takes it must not hurt whoever logs."""
+class _Copy:
+    """Passes on a copy of each record; errors of the receiver do not reach the code that logs."""
 
-    def __init__(self, tell: Tell) -> None:
-        self._tell = tell
+    def __init__(self, on_record: OnRecord) -> None:
+        self._on_record = on_record
 
     def __call__(self, _: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         with suppress(Exception):
-            self._tell(dict(event))
+            self._on_record(dict(event))
         return event
 
 
 class _Sender:
-    """Sends records over the control channel. What finds no room there is lost, and counted by the channel."""
+    """Sends records over the control channel, which drops and counts those it has no room for."""
 
     def __init__(self, control: RankControl) -> None:
         self._control = control
 
     def __call__(self, record: Record) -> None:
         fields = list(record.items())[:_MOST_FIELDS]
-        # `kind` is the message's own.
+        # `kind` is a field of the message itself.
         self._control.send("log", **{"kind_" if key == "kind" else key: _shortened(value) for key, value in fields})
 
 
@@ -141,7 +140,7 @@ def _shortened(value: Any) -> Any:
 
 
 class _Lines:
-    """Where rendered lines go; structlog calls the method that is named like the level."""
+    """Receives rendered lines: structlog calls the method named like the level."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self.msg = self.debug = self.info = self.warning = self.error = self.critical = self.fatal = write
@@ -149,7 +148,7 @@ class _Lines:
 
 
 def to_stderr(line: str) -> None:
-    """A whole line at once, so that lines of several threads stay whole; nobody ends for want of a reader."""
+    """Write a line in one call, so that lines of several threads do not mix. Ignores a closed stderr."""
     with suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()

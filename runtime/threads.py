@@ -1,4 +1,4 @@
-"""Threads for calls that may block for long; unlike an executor's, they never keep a process from ending."""
+"""Threads for calls that may block for long; unlike an executor's, they never keep the process alive."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from weakref import WeakSet
 T = TypeVar("T")
 
 SETTLE_SECONDS = 1.0
-"""How long a process that ends waits for its threads: one that is blocked for good costs so much, once."""
+"""How long an ending process waits for its threads, in total."""
 _all_threads: WeakSet[DaemonThreads] = WeakSet()
 
 
 class DaemonThreads:
-    """Runs each submitted call in a thread of its own (up to `limit`), reusing idle ones; limit 1 keeps order."""
+    """Runs each submitted call in its own thread, up to `limit`, reusing idle ones; limit 1 keeps the order."""
 
     def __init__(self, name: str, limit: int | None = None) -> None:
         self._name, self._limit = name, limit
@@ -34,7 +34,7 @@ class DaemonThreads:
 
         def work() -> None:
             nonlocal function, args
-            if not future.set_running_or_notify_cancel():  # cancelled while it waited its turn
+            if not future.set_running_or_notify_cancel():  # cancelled while it was queued
                 self._finished_one()
                 return
             try:
@@ -42,7 +42,7 @@ class DaemonThreads:
             except BaseException as error:
                 del function, args
                 self._finished_one()
-                if isinstance(error, StopIteration):  # no future can carry one
+                if isinstance(error, StopIteration):  # a future cannot carry it
                     error = RuntimeError("the function raised StopIteration").with_traceback(error.__traceback__)
                 future.set_exception(error)
             else:
@@ -68,15 +68,15 @@ class DaemonThreads:
     def _serve(self) -> None:
         while (work := self._queue.get()) is not None:
             work()
-            del work  # and with it the call's result, which may be large
+            del work  # it refers to the call's result, which may be large
 
     def stop(self) -> None:
-        """Let the threads end after what was submitted; does not wait. Nothing may be submitted afterwards."""
+        """Let the threads end after the submitted calls, without waiting. Nothing may be submitted afterwards."""
         for _ in range(self._num_threads):
             self._queue.put(None)
 
     def settle(self, seconds: float) -> None:
-        """Stop, and wait up to so long for the threads to end."""
+        """Stop, and wait up to `seconds` for the threads to end."""
         self.stop()
         deadline = time.monotonic() + seconds
         for thread in self._serving:
@@ -85,9 +85,9 @@ class DaemonThreads:
 
 @atexit.register
 def _settle_all() -> None:
-    """A thread in torch that waits for the GIL aborts the process once Python has begun to end: so threads end before.
+    """End all threads before Python finalises: a thread in torch that waits for the GIL would abort the process then.
 
-    Also one whose call is under way: it may have told of its end already, and only have its last tensors to let go of.
+    This includes a thread whose call has returned its result and is still releasing its last tensors.
     """
     deadline = time.monotonic() + SETTLE_SECONDS
     for threads in list(_all_threads):

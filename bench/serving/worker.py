@@ -2,7 +2,7 @@
 
 python worker.py KIND HOST PORT NUMBER BYTES STEPS: says `ready`, waits for a line, then says when it began to send each
 step's bytes, and when it had all of those that came back, as seconds of time.monotonic; and stays until its input ends.
-KIND: plain (to the relay), v1 (version 1 of the wire, byte by byte), v2 (the client that users have), told (as v1, but
+KIND: plain (to the relay), v1 (version 1 of the wire, byte by byte), v2 (the client that users have), paced (as v1, but
 waits and says so before and after each step, for as long as there are lines; one that says `slow` has it read slowly,
 and one that says `late` pause for as long as that takes).
 """
@@ -97,7 +97,7 @@ class VersionOne(Plain):
         return bytes([tag]) + self._exactly(length - 1)
 
 
-class Told(VersionOne):
+class Paced(VersionOne):
     """Reads its average slowly, or at once and then pauses: whatever a step after a pause takes longer, it does so with
     both."""
 
@@ -133,7 +133,7 @@ def take_steps(worker: Plain, steps: int) -> None:
     tell(found)
 
 
-def take_steps_as_told(worker: Told) -> None:
+def take_steps_at_pace(worker: Paced) -> None:
     worker.begin()
     while line := wait_for_start():
         worker.pace = line.strip()
@@ -178,8 +178,8 @@ def main() -> None:
     port, number, num_bytes, steps = map(int, numbers)
     if kind == "v2":
         run_version_two((host, port), number, num_bytes, steps)
-    elif kind == "told":
-        take_steps_as_told(Told((host, port), number, num_bytes))
+    elif kind == "paced":
+        take_steps_at_pace(Paced((host, port), number, num_bytes))
     else:
         make = Plain if kind == "plain" else VersionOne
         take_steps(make((host, port), number, num_bytes), steps)

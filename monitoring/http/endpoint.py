@@ -6,17 +6,12 @@ import secrets
 import socket
 import ssl
 from dataclasses import dataclass, field
-from pathlib import Path
 from urllib.parse import quote
 
 from monitoring.http.addresses import host_and_port, is_every_address, is_loopback
+from monitoring.http.tokens import UnusableToken, read_token
 
-LEAST_TOKEN_CHARACTERS = 16
 _BACKLOG = 256  # more than scrape at a time, so that none is turned away while the thread waits for a core
-
-
-class UnusableToken(ValueError):
-    """Its text says why."""
 
 
 def new_token() -> str:
@@ -24,16 +19,14 @@ def new_token() -> str:
     return secrets.token_urlsafe(24)
 
 
-def read_token(path: str) -> str:
-    """The token that a file holds. Raises OSError, and UnusableToken for one that anybody might guess."""
+def read_bearer_token(path: str) -> str:
+    """The token in a file, as HTTP headers and URLs can carry it. Raises OSError and UnusableToken."""
     try:
-        token = Path(path).read_text(encoding="ascii").strip()
+        token = read_token(path).decode("ascii")
     except UnicodeDecodeError:
         raise UnusableToken("a token is printable ASCII.") from None
     if not token.isprintable() or " " in token:
         raise UnusableToken("a token is one line of printable characters without spaces.")
-    if len(token) < LEAST_TOKEN_CHARACTERS:
-        raise UnusableToken(f"a token has at least {LEAST_TOKEN_CHARACTERS} characters, and this one has {len(token)}.")
     return token
 
 

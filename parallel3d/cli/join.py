@@ -88,19 +88,15 @@ def _trusting(path: Path | None) -> ssl.SSLContext | None:
 
 
 def _train(config: RunConfig, make_worker: MakeWorker, find: Locate, as_json: bool) -> int:
-    import asyncio
-
-    import uvloop
-
     from parallel3d.cli.joined_run import JoinedRun
     from parallel3d.gradient_worker.joined_training import check_joinable
     from parallel3d.planning.preflight import check_before_start, placing
+    from runtime.loop import run_on_uvloop
 
     with redirect_stdout(sys.stderr), placing(find):  # what a factory of the user's prints is not our data
         check_joinable(config)
         joined = JoinedRun(config, check_before_start(config, find), make_worker())
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(joined.work())
+        run_on_uvloop(joined.work())
     _say_the_end(joined, as_json)
     return joined.exit_code
 

@@ -46,9 +46,8 @@ def launch(
 ) -> None:
     """Run N ranks of a script: the first failure is shown first, Ctrl-C ends them in order, twice at once."""
     from runtime.errors import LaunchError
-    from runtime.launch.output import parse_ranks
     from runtime.launch.script import Target
-    from runtime.launch.spec import LaunchSpec, prepare
+    from runtime.launch.spec import LaunchSpec, parse_ranks, prepare
 
     open_standard_fds()
     spec = LaunchSpec(
@@ -120,9 +119,8 @@ def _serve_metrics(port: int | None, num_ranks: int) -> Iterator[OnMessage | Non
 def _finish(started: Started, on_message: OnMessage | None) -> LaunchResult:
     import asyncio  # only now: these overlap with the fork server's own imports
 
-    import uvloop
-
     from runtime.launch.launch import Launch, ignore_message
+    from runtime.loop import run_on_uvloop
 
     running = Launch(started, on_message or ignore_message)
 
@@ -143,5 +141,4 @@ def _finish(started: Started, on_message: OnMessage | None) -> LaunchResult:
             loop.add_signal_handler(number, interrupt, number)
         return await running.finish()
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(watch())
+    return run_on_uvloop(watch())

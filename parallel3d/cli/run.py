@@ -100,13 +100,11 @@ def _supervise(config: RunConfig, locate: Locate, place: str, as_json: bool) -> 
 def _train(
     config: RunConfig, place: str, facts: ModelFacts, warm: WarmServer, endpoint: Endpoint | None, as_json: bool
 ) -> int:
-    import asyncio
     import shutil
-
-    import uvloop
 
     from parallel3d.cli.run_text import LiveLine
     from parallel3d.runs.supervised import Run
+    from runtime.loop import run_on_uvloop
 
     live = LiveLine(sys.stderr, os.environ, shutil.get_terminal_size().columns)
 
@@ -114,8 +112,7 @@ def _train(
         live.show(training.record, step, training.bubble)
 
     training = Run(config, place=place, facts=facts, warm=warm, on_step=show, open_endpoint=lambda: endpoint)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_watch(training))
+    run_on_uvloop(_watch(training))
     live.close()
     _say_the_end(training, as_json)
     return training.exit_code

@@ -141,22 +141,18 @@ def _tls(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
 
 
 def _serve(settings: GradientServerSettings, metrics_port: int | None, as_json: bool) -> int:
-    import asyncio
-
-    import uvloop
-
     from runtime.errors import LaunchError, Parallel3DError
+    from runtime.loop import run_on_uvloop
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        try:
-            summary, number = runner.run(_answer(settings, metrics_port))
-        except LaunchError:
-            raise
-        except Parallel3DError as error:
-            print(f"parallel3d serve-gradients: {error}", file=sys.stderr)
-            if as_json:
-                _print_json({"status": "failed", "error": str(error)})
-            return EXIT_FAILED
+    try:
+        summary, number = run_on_uvloop(_answer(settings, metrics_port))
+    except LaunchError:
+        raise
+    except Parallel3DError as error:
+        print(f"parallel3d serve-gradients: {error}", file=sys.stderr)
+        if as_json:
+            _print_json({"status": "failed", "error": str(error)})
+        return EXIT_FAILED
     status = "completed" if number is None else "interrupted"
     if as_json:
         _print_json({"status": status, **_fields(summary)})

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from monitoring.text import escaped
 from runtime.errors import ConfigError
 
 _LONGEST_SHOWN = 60
@@ -93,8 +94,7 @@ def show(value: Any) -> str:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         text = object.__repr__(value)
-    if not text.isprintable():
-        text = text.encode("ascii", "backslashreplace").decode()
+    text = escaped(text)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 1]}…"
 
 

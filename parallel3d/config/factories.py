@@ -16,6 +16,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from monitoring.text import escaped
 from parallel3d.config.errors import enumerate_words, nearest, problem_of_key
 
 _KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -162,9 +163,7 @@ def describe(error: BaseException) -> str:
     """An error in one line, with the line of the user's code that raised it: `ValueError: no (my_data.py:7)`."""
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
-    if not text.isprintable():
-        text = text.encode("ascii", "backslashreplace").decode()
+    text = escaped(" ".join(str(error.msg if isinstance(error, SyntaxError) else error).split()))
     text = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
     place = _user_line(error)
     return f"{name}{f': {text}' if text else ''}{f' ({place})' if place else ''}"

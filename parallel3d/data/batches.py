@@ -15,7 +15,7 @@ from parallel3d.data.batch import Batch
 from parallel3d.data.dataset import Dataset
 from parallel3d.data.sampler import Sampler
 from runtime.errors import DataError, InvalidCall
-from runtime.log_context import bind_step
+from runtime.log_settings import bind_step
 from runtime.threads import DaemonThreads
 
 _LONGEST_CLOSE = 1.0  # seconds that closing waits for a running read, which cannot be interrupted

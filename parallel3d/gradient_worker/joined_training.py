@@ -29,8 +29,8 @@ from parallel3d.rank_mesh import alone
 from parallel3d.runs.record import RunStep
 from parallel3d.seeding import seed_from_now_on, seed_of
 from parallel3d.training.rank_model import RankModel
-from runtime.gradient_server.client.turn import Share, ShareChanged
-from runtime.log_context import bind_step
+from runtime.gradient_server.client.protocol import Share, ShareChanged
+from runtime.log_settings import bind_step
 
 
 class JoinedTraining:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from parallel3d.config import RunConfig
 from parallel3d.data import Batch, Batches, Dataset, Sampler
-from runtime.gradient_server.client.turn import Share
+from runtime.gradient_server.client.protocol import Share
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from parallel3d.gradient_worker.early_parts import EarlyParts
 from parallel3d.gradient_worker.parts import GradientPart, cut_into_parts, refill
 from parallel3d.gradient_worker.state import Stateful, SyncedState
 from runtime.errors import InvalidCall
-from runtime.gradient_server.client.turn import Average, Share
+from runtime.gradient_server.client.protocol import Average, Share
 from runtime.gradient_server.client.worker import GIVE_UP_SECONDS, GradientClient
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from monitoring.events.time_parts import PARTS
 from monitoring.report import AXES, EFFICIENCY_MEANINGS, Report, parts_of, remainder_share
+from monitoring.text import printable
 from parallel3d.reports.drawing.words import count, percent
 from parallel3d.reports.report_words import facts, memory_kinds, milliseconds, remedy, show_bytes
 from parallel3d.reports.run_reader import rank_name
@@ -29,7 +30,7 @@ def report_text(report: Report) -> str:
 
 def plain(text: str) -> str:
     """Without what a terminal would obey: a folder may come from elsewhere."""
-    return "".join(char if char == "\n" or char.isprintable() else "?" for char in text)
+    return printable(text, keep="\n")
 
 
 def _section(title: str, lines: Iterator[str]) -> Iterator[str]:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from monitoring.http.endpoint import Endpoint, UnusableToken, read_token, tls_context
+from monitoring.http.endpoint import Endpoint, read_bearer_token, tls_context
+from monitoring.http.tokens import UnusableToken
 from parallel3d.config import RunConfig
 from parallel3d.config.errors import ConfigProblems, problem_of_key
 from parallel3d.planning.preflight import Locate, nowhere
@@ -52,9 +53,9 @@ def _token(path: str | None) -> str | None:
     if path is None:
         return None
     try:
-        return read_token(path)
+        return read_bearer_token(path)
     except UnusableToken as error:
-        message, remedy = str(error), "Write a new one: openssl rand -hex 24"
+        message, remedy = str(error), error.remedy
     except OSError as error:
         message, remedy = f"it can't be read: {error.strerror}.", "Give a file with the token in it."
     raise problem_of_key("monitoring.token_file", path, message, remedy)

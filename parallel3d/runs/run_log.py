@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from runtime.log_format import LogFormat, log_format
+from runtime.log_settings import LogFormat, log_format
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -38,7 +38,7 @@ class RunLog:
         is_terminal = sys.stderr is not None and sys.stderr.isatty()
         form = log_format(is_terminal)
         write = self._write or (_over_live_line if is_terminal and form is not LogFormat.JSON else None)
-        return make_logger(form, tell=self._notes.note, write=write)
+        return make_logger(form, on_record=self._notes.note, write=write)
 
     def _note(self, level: str, event: str, **fields: Any) -> None:
         """Without showing it."""

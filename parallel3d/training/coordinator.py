@@ -32,7 +32,7 @@ from parallel3d.training.rank_model import RankModel
 from parallel3d.training.step_batch import StepBatch
 from parallel3d.training.step_events import Span, StepEvents, StepMoments
 from runtime.errors import InvalidCall
-from runtime.log_context import bind_step
+from runtime.log_settings import bind_step
 
 
 class Coordinator:

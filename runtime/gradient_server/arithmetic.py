@@ -1,4 +1,4 @@
-"""Adding pieces of gradients in float64 and dividing the sums, a cacheful at a time. Elements as the wire has them."""
+"""Adding gradients in float64 and dividing the sums, in blocks that fit the cache. Elements are as on the wire."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from runtime.gradient_server.wire.messages import Dtype
 
 Array: TypeAlias = numpy.ndarray[Any, numpy.dtype[Any]]
 
-_AT_ONCE = 32_768  # elements: as float64 they are 256 KiB, which a core's own cache still holds
-_CAST_AT_ONCE = 1024  # elements: with numpy's own 8192, a sum of mixed dtypes takes half as long again
+_AT_ONCE = 32_768  # elements: 256 KiB as float64, which fits a core's own cache
+_CAST_AT_ONCE = 1024  # elements: with numpy's default, 8192, a sum of mixed dtypes takes 1.5 times as long
 _INFINITY = {Dtype.FLOAT16: 0x7C00, Dtype.BFLOAT16: 0x7F80}
-"""Of 16-bit floats, as bits: only NaNs are larger, if the sign is left out."""
+"""Infinity of 16-bit floats, as bits: without the sign bit only NaNs are larger."""
 
 
 class Arithmetic:
-    """What sums need besides their own memory: small buffers. New ones for every piece would take longer than the
-    work itself, for the system clears their pages."""
+    """The scratch buffers of sums. Allocating them for every piece would take longer than the arithmetic, because the
+    system clears new pages."""
 
     def __init__(self) -> None:
         self._scratch = numpy.empty(_AT_ONCE)
         self._bits = numpy.empty(_AT_ONCE, numpy.uint16)
 
     def is_finite(self, values: Array, dtype: Dtype) -> bool:
-        """Whether none of them is NaN or infinite."""
+        """Whether no value is NaN or infinite."""
         for part in _parts(len(values)):
             if dtype in _INFINITY:
                 bits = values[part].view(numpy.uint16)
                 if numpy.bitwise_and(bits, 0x7FFF, out=self._bits[: len(bits)]).max() >= _INFINITY[dtype]:
                     return False
-            else:  # NaN is the greatest and the least of any
+            else:  # NaN wins both maximum and minimum
                 extremes = numpy.maximum.reduce(values[part]), numpy.minimum.reduce(values[part])
                 if not all(map(math.isfinite, extremes)):
                     return False
         return True
 
     def assign(self, sums: Array, values: Array, weight: int, dtype: Dtype) -> None:
-        """sums = values x weight, whatever was there."""
+        """sums = values x weight; the previous content is ignored."""
         if weight == 1 and dtype is not Dtype.BFLOAT16:
             sums[:] = values
             return
@@ -59,7 +59,7 @@ class Arithmetic:
             sums[part] += self._weighted(values[part], weight, dtype)
 
     def finish(self, result: Array, sums: Array | None, values: Array, weight: int, total: int, dtype: Dtype) -> None:
-        """result = (sums + values x weight) / total, without writing to the sums. None: these are the only values."""
+        """result = (sums + values x weight) / total; `sums` is not changed. None: there are no other values."""
         for part in _parts(len(values)):
             scratch = self._weighted(values[part], weight, dtype)
             if sums is not None:
@@ -80,7 +80,7 @@ class Arithmetic:
 
     def _divide(self, result: Array, sums: Array, total: int, dtype: Dtype) -> None:
         scratch = self._scratch[: len(sums)]
-        if total & (total - 1) == 0:  # then a product is the same to the last bit, and takes half as long
+        if total & (total - 1) == 0:  # a product then gives the same bits in half the time
             numpy.multiply(sums, 1 / total, out=scratch)
         else:
             numpy.divide(sums, total, out=scratch)
@@ -97,6 +97,6 @@ def _from_bfloat16(values: Array) -> Array:
 
 
 def _to_bfloat16(values: Array) -> Array:
-    """The nearest, and of two that are as near the even one."""
+    """Round to nearest, ties to even."""
     bits = values.astype(numpy.float32).view(numpy.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(numpy.uint16)

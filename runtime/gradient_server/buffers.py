@@ -1,4 +1,4 @@
-"""The memory of sums and averages: taken once, kept from step to step, and never more than a limit."""
+"""The memory of sums and averages: allocated once, reused in every step, within a limit."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from runtime.gradient_server.arithmetic import Array
 from runtime.gradient_server.wire.messages import Dtype
 
 Key: TypeAlias = tuple[str, int]
-"""What is summed on its own: `whole`, or a `block`, `component` or `part` by its number."""
+"""What is summed separately: `whole`, or a `block`, `component` or `part` with its number."""
 
 _SUM_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What all workers' gradients of one key must have alike."""
+    """What must be the same in all workers' gradients of a key."""
 
     count: int
     dtype: Dtype = Dtype.FLOAT32
     sizes: tuple[int, ...] = ()
-    """Of a block's tensors."""
+    """Sizes of a block's tensors."""
 
     @property
     def num_bytes(self) -> int:
-        """Of the sums and the average."""
+        """Bytes of the sums and the average."""
         return self.count * (_SUM_BYTES + self.dtype.num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Of one key. Neither is ever cleared: whoever reaches an element first assigns it."""
+    """The memory of one key. It is never cleared: the first worker to reach an element assigns it."""
 
     shape: Shape
     sums: Array
@@ -43,11 +43,11 @@ class Memory:
 
 
 class OverLimit(Exception):
-    """There is no room for so much."""
+    """The memory limit does not allow this allocation."""
 
 
 class Buffers:
-    """One `Memory` a key. Shapes of a step that was completed hold for all later ones."""
+    """One `Memory` per key. The shapes of the first completed step hold for all later steps."""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = usable_memory() if limit_bytes is None else limit_bytes
@@ -56,19 +56,19 @@ class Buffers:
         self._settled: dict[Key, Shape] = {}
 
     def settled(self, key: Key) -> Shape | None:
-        """The shape that every gradient of this key must have, once a step was completed."""
+        """The shape that every gradient of this key must have; None before the first completed step."""
         return self._settled.get(key)
 
     def num_settled(self, kind: str) -> int:
-        """Keys of this kind that every step must have, once one was completed."""
+        """How many keys of this kind every step must have; 0 before the first completed step."""
         return sum(each == kind for each, _ in self._settled)
 
     def settle(self, keys: Iterable[Key]) -> None:
-        """A step was completed with these."""
+        """A step was completed with these keys: fix their shapes."""
         self._settled |= {key: self._memories[key].shape for key in keys}
 
     def take(self, key: Key, shape: Shape) -> Memory:
-        """The same as in the step before, where the shape is the same."""
+        """The memory of a key; that of the previous step if the shape is the same."""
         memory = self._memories.get(key)
         if memory is None or (memory.shape.count, memory.shape.dtype) != (shape.count, shape.dtype):
             memory = self._allocate(key, shape)
@@ -93,11 +93,11 @@ class Buffers:
         self.num_bytes -= memory.shape.num_bytes if memory is not None else 0
 
     def forget_unsettled(self) -> None:
-        """Of steps that were dropped: what a worker announced there is nobody else's."""
+        """Free the memory of keys that only a dropped attempt had."""
         for key in self._memories.keys() - self._settled.keys():
             self.forget(key)
 
 
 def usable_memory() -> int:
-    """Bytes: three quarters of the machine's."""
+    """Three quarters of the machine's memory, in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 3 // 4

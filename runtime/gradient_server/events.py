@@ -1,4 +1,4 @@
-"""What happens to a gradient server, and what it is to do: values that `Rounds` takes and gives."""
+"""The values that go into `Rounds`, events, and that come out, instructions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.gradient_server.wire.messages import Reason, WireError
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The server listens."""
+    """The server has started to listen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Its connection broke, or it was not heard."""
+    """The worker's connection broke, or it was silent for too long."""
 
     worker: int
     why: str
@@ -31,7 +31,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """It said so."""
+    """The worker leaves normally."""
 
     worker: int
     why: str = ""
@@ -39,7 +39,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Misbehaved:
-    """What it sent cannot be part of the sum."""
+    """The worker sent something that cannot be part of the sum."""
 
     worker: int
     error: WireError
@@ -47,14 +47,14 @@ class Misbehaved:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """A worker's gradient has come, and its loss."""
+    """A worker's gradient and loss have arrived."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """All gradients of the step have come."""
+    """All gradients of the step have arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class StateSent:
 class TimerFired:
     timer: int
     held_up_by: tuple[int, ...] = ()
-    """Workers that have not taken what there is of the state that is handed on."""
+    """Sinks of a state relay that have not received everything forwarded so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +74,13 @@ class StopAsked:
     reason: str
 
 
-Event: TypeAlias = Started | Joined | Lost | Left | Misbehaved | Reported | Summed | StateSent | TimerFired | StopAsked
+WorkerEvent: TypeAlias = Joined | Lost | Left | Misbehaved | Reported
+Event: TypeAlias = WorkerEvent | Started | Summed | StateSent | TimerFired | StopAsked
 
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """The round that `Rounds.sum` is of: tell each worker its share; those in `again` have computed it already."""
+    """Open a round with this sum: send each worker its share; those in `again` have computed theirs already."""
 
     sum: StepSum
     again: frozenset[int] = frozenset()
@@ -88,16 +89,16 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """These keys are complete, for want of a worker that was left out."""
+    """Send the averages of these keys: they are complete since a worker was left out."""
 
     keys: tuple[Key, ...]
     has_losses: bool = False
-    """Whether all losses are there now, too."""
+    """Whether all losses are reported now, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Relay:
-    """Hand one worker's state on to others."""
+    """Forward one worker's state to others."""
 
     source: int
     sinks: tuple[int, ...]
@@ -107,7 +108,7 @@ class Relay:
 
 @dataclass(frozen=True, slots=True)
 class Dismiss:
-    """Tell a worker why it is refused, and hang up."""
+    """Send a worker the reason of its refusal, and close its connection."""
 
     worker: int
     reason: Reason
@@ -122,12 +123,12 @@ class SetTimer:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """It is over. error: what `finished` raises."""
+    """End the run. error: what `GradientServer.finished` raises."""
 
     reason: str
     error: Parallel3DError | None = None
     code: Reason = Reason.UNEXPECTED
-    """What workers are told where there is an error."""
+    """The reason that workers get if there is an error."""
 
 
 Instruction: TypeAlias = Open | Average | Relay | Dismiss | SetTimer | Finish

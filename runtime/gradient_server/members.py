@@ -1,4 +1,4 @@
-"""Who takes part in a gradient server's run: worker ids, where each one stands, and who was there before. Pure."""
+"""The workers of a gradient server's run: ids, progress, and those that left or were barred. Pure."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_REMEMBERED = 4096  # of those who have left: names of some bytes each, however often somebody comes and goes
+_REMEMBERED = 4096  # former workers: bounds the memory when new ones come and go all the time
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One worker, over all its connections."""
+    """One worker, across its connections."""
 
     worker: int
     node_id: str
     version: int
     step: int
-    """The one that it computes or waits for next."""
+    """The step that it computes or waits for next."""
     has_state: bool
-    """Whether it has weights that the run can go on from; none has before the first step."""
+    """Whether it has weights that the run can continue from; no worker has before the first step."""
     is_stale: bool = False
-    """Whether it came back with weights that are not the run's, and has no others yet."""
+    """Whether it returned with weights that are not the run's, and has not received the run's yet."""
     is_here: bool = True
     num_losses: int = 0
-    """Since the latest step that was completed."""
+    """How often it was lost since the latest completed step."""
 
     def __str__(self) -> str:
         return f"worker {self.worker} ({self.node_id})"
 
     def has_weights_of(self, step: int) -> None:
-        """The run's: it can go on from there."""
+        """It has the run's weights of this step now."""
         self.step, self.has_state, self.is_stale = step, True, False
 
     def is_ready(self, step: int) -> bool:
@@ -44,35 +44,35 @@ class Member:
 class _Former:
     worker: int
     is_stale: bool = False
-    """Whether its weights are of a step that was made anew without it."""
+    """Whether its weights are of a step that was repeated without it."""
 
 
 class Roster:
-    """All members; a run has workers of one version."""
+    """All members. A run has workers of one protocol version."""
 
     def __init__(self) -> None:
         self.members: dict[int, Member] = {}
         self.reserved: frozenset[int] = frozenset()
-        """Ids of the round that is open: the gradient of one who has left may be part of its sum."""
+        """Ids of the open round, not given to others: the gradient of a worker that left may be part of its sum."""
         self._former: dict[str, _Former] = {}
         self._barred: dict[str, str] = {}
 
     @property
     def version(self) -> int | None:
-        """None while nobody has joined."""
+        """The workers' protocol version; None before the first join."""
         return next((member.version for member in self.members.values()), None)
 
     @property
     def here(self) -> list[Member]:
-        """In order of their ids."""
+        """Connected members, in order of their ids."""
         return sorted((each for each in self.members.values() if each.is_here), key=lambda each: each.worker)
 
     def find(self, node_id: str) -> Member | None:
-        """By the name that version 2 knows a worker by, whatever its connection."""
+        """The member of version 2 with this name; version 1's names are not unique."""
         return next((each for each in self.members.values() if each.node_id == node_id and each.version == 2), None)
 
     def admit(self, node_id: str, version: int, step: int, has_state: bool) -> Member:
-        """One who joins, or comes back: with the id it had, where that is still free."""
+        """A worker joins or returns; it gets the id it had if that is free."""
         former = self._former.pop(node_id, None) if version == 2 else None
         member = self.find(node_id) if version == 2 else None
         if member is None:
@@ -89,16 +89,16 @@ class Roster:
         return next(number for number in count() if self._is_free(number))
 
     def remove(self, member: Member) -> None:
-        """It is waited for no longer."""
+        """Stop waiting for a member."""
         self.members.pop(member.worker, None)
         _remember(self._former, member.node_id, _Former(member.worker, member.is_stale))
 
     def outdate(self) -> None:
-        """A step is made anew: who was there and is not now may have applied what nobody else has."""
+        """A step is repeated: former workers may have applied an average that no one else has."""
         self._former = {name: _Former(each.worker, is_stale=True) for name, each in self._former.items()}
 
     def bar(self, member: Member, why: str) -> None:
-        """It shall not come back."""
+        """Refuse its return."""
         _remember(self._barred, member.node_id, why)
 
     def why_barred(self, node_id: str) -> str | None:

@@ -2,7 +2,7 @@
 
 gathering ──all have joined──▶ syncing ──all have the weights──▶ round ──summed──▶ syncing, or the next round
     ▲                                                             │ ▲
-    └──too few are left── waiting ◀──a worker of version 2 is lost─┘ └── it is back, or others have its samples
+    └──too few are left── waiting ◀──a worker of version 2 is lost─┘ └── it is back, or others got its samples
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from runtime.gradient_server.events import (
     StopAsked,
     Summed,
     TimerFired,
+    WorkerEvent,
 )
 from runtime.gradient_server.members import Member, Roster
 from runtime.gradient_server.sample_shares import Shares, Speeds, even
@@ -40,7 +41,7 @@ from runtime.gradient_server.step_sum import StepSum
 from runtime.gradient_server.wire.messages import Reason, WireError
 
 MOST_RETURNS = 3
-"""In one step: a worker that is lost more often must not hold up the others for ever."""
+"""How often a worker may be lost and return within one step: one that is lost more often would delay the others."""
 
 
 class Phase(Enum):
@@ -52,7 +53,7 @@ class Phase(Enum):
 
 
 class Rounds:
-    """The life of one run of a gradient server."""
+    """The state machine of one run of a gradient server."""
 
     def __init__(self, settings: GradientServerSettings, buffers: Buffers | None = None) -> None:
         self.settings = settings
@@ -61,30 +62,30 @@ class Rounds:
         self.phase = Phase.GATHERING
         self.step = 0
         self.num_steps = 0
-        """That were completed here."""
+        """Steps completed by this server process."""
         self.sum: StepSum | None = None
-        """What gradients are added to; None while none are wanted."""
+        """The sum that gradients are added to; None outside of a round."""
         self._needed = settings.workers
         self._shares: Shares = {}
         self._speeds = Speeds()
         self._attempts: dict[int, int] = {}
-        """The latest, of the step and the one before."""
+        """The latest attempt at this step and at the one before."""
         self._awaited: set[int] = set()
         self._were_lost: set[int] = set()
-        """Since the round was opened; back, or not yet."""
+        """Workers lost since the round was opened, whether they are back or not."""
         self._syncing: Relay | None = None
         self._request = self._timer = 0
         self._now = self._opened = 0.0
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
-        """Take one event in at CLOCK_MONOTONIC `now`; the instructions are to be carried out in order."""
+        """Handle an event at CLOCK_MONOTONIC `now`. The instructions must be carried out in order."""
         if self.phase is Phase.DONE:
             return []
         self._now = now
         return list(self._react(event))
 
     def refusal(self, node_id: str, version: int) -> WireError | None:
-        """Why one who wants to join cannot."""
+        """Why this worker cannot join; None if it can."""
         run = self.roster.version
         if run is not None and run != version:
             detail = f"this run's workers speak version {run}."
@@ -96,23 +97,14 @@ class Rounds:
             return None
         return WireError(Reason.VERSION_REFUSED, detail)
 
-    # What happens.
+    # Events.
 
     def _react(self, event: Event) -> Iterator[Instruction]:
         match event:
+            case Joined() | Lost() | Left() | Misbehaved() | Reported():
+                yield from self._react_to_worker(event, self.roster.members[event.worker])
             case Started():
                 yield self._set_timer(self.settings.join_seconds)
-            case Joined(worker):
-                yield from self._joined(self.roster.members[worker])
-            case Lost(worker, why):
-                yield from self._lost(self.roster.members[worker], why)
-            case Left(worker):
-                yield from self._left(self.roster.members[worker])
-            case Misbehaved(worker, error):
-                yield from self._misbehaved(self.roster.members[worker], error)
-            case Reported(worker):
-                if self.sum is not None and self.settings.shares == "by speed":
-                    self._speeds.note(worker, self.sum.shares[worker].length, self._now - self._opened)
             case Summed():
                 yield from self._summed()
             case StateSent(request):
@@ -122,12 +114,26 @@ class Rounds:
             case StopAsked(reason):
                 yield self._finish(reason)
 
+    def _react_to_worker(self, event: WorkerEvent, member: Member) -> Iterator[Instruction]:
+        match event:
+            case Joined():
+                yield from self._joined(member)
+            case Lost(why=why):
+                yield from self._lost(member, why)
+            case Left():
+                yield from self._left(member)
+            case Misbehaved(error=error):
+                yield from self._misbehaved(member, error)
+            case Reported(worker):
+                if self.sum is not None and self.settings.shares == "by speed":
+                    self._speeds.note(worker, self.sum.shares[worker].length, self._now - self._opened)
+
     def _joined(self, member: Member) -> Iterator[Instruction]:
         if self.phase is Phase.GATHERING:
             if len(self.roster.here) >= self._needed:
                 yield from self._go_on()
         elif self.phase is Phase.WAITING and member.worker in self._awaited:
-            # One that is behind, or has begun anew, is here but cannot take its share up: others get that.
+            # If it is behind, or has restarted, it cannot compute its share: others get that.
             self._awaited.discard(member.worker)
             yield from self._reopen(f"{member} is back")
 
@@ -153,9 +159,9 @@ class Rounds:
 
     def _left(self, member: Member) -> Iterator[Instruction]:
         if self.phase is Phase.ROUND and self.sum is not None and self.sum.has_all_of(member.worker):
-            self.roster.remove(member)  # its gradient counts; the average it does not want
+            self.roster.remove(member)  # its gradient counts, and it gets no average
         elif member.version == 1 and self.phase is Phase.ROUND and self._is_in_sum(member):
-            error = f"{member} left at step {self.step}, in the midst of its gradient"
+            error = f"{member} left at step {self.step}, while sending its gradient"
             yield self._fail(PeerLost(error, rank=member.worker, step=self.step))
         else:
             yield from self._gone(member, "it left")
@@ -163,17 +169,17 @@ class Rounds:
                 yield self._finish("all workers have left")
 
     def _misbehaved(self, member: Member, error: WireError) -> Iterator[Instruction]:
-        told = f"{member} at step {self.step}: {error}"
+        message = f"{member} at step {self.step}: {error}"
         yield Dismiss(member.worker, error.reason, error.detail)
         if self.phase is Phase.GATHERING or member.worker not in self._shares:
             yield from self._gone(member, "it was dropped")
             return
         if self.settings.policy == "halt" or (member.version == 1 and self._is_in_sum(member)):
-            yield self._fail(_as_error(member.worker, self.step, error, told), error.reason)
+            yield self._fail(_as_error(member.worker, self.step, error, message), error.reason)
             return
         self.roster.bar(member, str(error))
         if len(self.roster.members) == 1:
-            yield self._fail(_as_error(member.worker, self.step, error, told), error.reason)
+            yield self._fail(_as_error(member.worker, self.step, error, message), error.reason)
         else:
             yield from self._gone(member, "it was dropped")
 
@@ -181,7 +187,7 @@ class Rounds:
         return self.sum is not None and self.sum.has_from(member.worker)
 
     def _gone(self, member: Member, why: str) -> Iterator[Instruction]:
-        """For good: others get its samples, unless it has none."""
+        """Remove a worker for good: others get its samples, if it had any."""
         self.roster.remove(member)
         self._speeds.forget(member.worker)
         self._awaited.discard(member.worker)
@@ -206,7 +212,7 @@ class Rounds:
 
     def _time_is_up(self, held_up_by: Iterable[int]) -> Iterator[Instruction]:
         if self.phase is Phase.GATHERING:
-            yield self._fail(self._nobody_came(), Reason.TOO_SLOW)
+            yield self._fail(self._join_timeout(), Reason.TOO_SLOW)
         elif self.phase is Phase.WAITING:
             names = ", ".join(str(self.roster.members[worker]) for worker in sorted(self._awaited))
             for worker in sorted(self._awaited):
@@ -219,14 +225,14 @@ class Rounds:
             yield from self._too_slow([member for member in self.roster.here if self._is_late(member)], "no gradient")
 
     def _sync_is_late(self, slow_sinks: list[Member]) -> Iterator[Instruction]:
-        """The source is to blame, unless it waits for others."""
+        """Refuse the sinks that are slow to take the state; if there are none, the source."""
         assert self._syncing is not None
         if not slow_sinks:
             yield from self._too_slow([self.roster.members[self._syncing.source]], "no state")
             return
         yield from self._too_slow(slow_sinks, "it did not take the state")
         if self.phase is Phase.SYNCING:
-            yield from self._limit_step()  # for the sinks that are left
+            yield from self._limit_step()  # for the remaining sinks
 
     def _too_slow(self, late: Iterable[Member], what: str) -> Iterator[Instruction]:
         for member in late:
@@ -237,22 +243,22 @@ class Rounds:
     def _is_late(self, member: Member) -> bool:
         return self.sum is not None and member.worker in self._shares and not self.sum.has_all_of(member.worker)
 
-    def _nobody_came(self) -> DeadlineExceeded:
+    def _join_timeout(self) -> DeadlineExceeded:
         here, seconds = len(self.roster.here), self.settings.join_seconds
         if here >= self._needed:
             return DeadlineExceeded(
-                f"No worker that came within {seconds:g} s has the weights of step {self.step}.", step=self.step
+                f"No worker that joined within {seconds:g} s has the weights of step {self.step}.", step=self.step
             )
         return DeadlineExceeded(
             f"{here} of {self._needed} workers joined within {seconds:g} s. "
-            "Start the others, or set --workers to as many as there are.",
+            "Start the others, or set --workers to the number that there is.",
             step=self.step,
         )
 
-    # Between two rounds.
+    # Between rounds.
 
     def _go_on(self) -> Iterator[Instruction]:
-        """Begin the step that the most advanced workers are at; others get their weights first."""
+        """Begin the step of the most advanced workers; the others get their weights first."""
         here = self.roster.here
         ready = self._ready()
         if self.roster.version == 1 and len(here) < self.settings.min_workers:
@@ -276,14 +282,14 @@ class Rounds:
             yield from self._open(self._fresh_shares(ready))
 
     def _ready(self) -> list[Member]:
-        """Those that can compute the next step, which is set here: the largest that anybody is at."""
+        """Workers that can compute the next step, which is set here: the largest step of any worker."""
         here = self.roster.here
         if self.roster.version == 1:
             return here
         with_state = [member for member in here if member.has_state]
         if not with_state and self.step == 0:
-            self.roster.outdate()  # one that comes back may have another one's first weights
-            # Nobody has learnt anything: the first one's weights are everybody's.
+            self.roster.outdate()  # a returning worker may have another worker's initial weights
+            # Nothing is trained yet: all take the first worker's initial weights.
             return [member for member in here if member.step == 0][:1]
         if not self._attempts:
             self.step = max((member.step for member in with_state), default=0)
@@ -292,8 +298,8 @@ class Rounds:
         return [member for member in with_state if member.step == self.step]
 
     def _one_step_back(self, with_state: Iterable[Member]) -> list[Member]:
-        """The latest average has reached nobody who is there. A step before that is not made anew: somebody may come
-        back who has its average."""
+        """No connected worker has the latest average, so the latest step is repeated. Earlier steps are never repeated:
+        a worker that has their average may come back."""
         ready = [member for member in with_state if member.step == self.step - 1]
         if ready:
             self.step, self.num_steps = self.step - 1, self.num_steps - 1
@@ -316,14 +322,14 @@ class Rounds:
         yield from self._limit_step()
 
     def _limit_step(self) -> Iterator[Instruction]:
-        """For as long as a worker may take; whatever was waited for before is over."""
+        """Set the timer to `step_seconds`, if there is such a limit; the previous timer is void."""
         self._timer += 1
         if self.settings.step_seconds is not None:
             yield self._set_timer(self.settings.step_seconds)
 
     def _sync_without(self, worker: int) -> Iterator[Instruction]:
         assert self._syncing is not None
-        # One that comes back has its id again, but nothing of what was sent to its old connection.
+        # If it returns with the same id, it has nothing of what its old connection received.
         sinks = tuple(sink for sink in self._syncing.sinks if sink != worker)
         self._syncing = replace(self._syncing, sinks=sinks)
         if worker == self._syncing.source or not sinks:
@@ -372,7 +378,7 @@ class Rounds:
             self.sum = None
 
     def _reopen(self, why: str) -> Iterator[Instruction]:
-        """The step once more, when nobody is waited for: as it was, or with other shares."""
+        """Repeat the step, unless a worker is waited for: with the same shares if all are ready, else with new ones."""
         if self._awaited:
             return
         if all(self._is_ready(worker) for worker in self._shares):
@@ -410,7 +416,7 @@ class Rounds:
     # The end.
 
     def _set_timer(self, seconds: float) -> SetTimer:
-        """Takes the place of the one before."""
+        """Replaces the previous timer."""
         self._timer += 1
         return SetTimer(self._timer, seconds)
 

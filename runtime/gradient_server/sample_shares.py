@@ -1,4 +1,4 @@
-"""Who computes which of a step's samples: contiguous shares, even or by measured speed. Pure."""
+"""Shares of a step's samples: contiguous, even or by measured speed. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
 WORTH = 0.05
-"""Share of a step's time that other shares must save, so that noise does not move samples to and fro."""
+"""Fraction of a step's time that new shares must save, so that noise does not move samples back and forth."""
 _LATEST = 0.3  # weight of the latest step in a worker's speed
 
 
@@ -22,11 +22,11 @@ class Share(NamedTuple):
 
 
 Shares: TypeAlias = dict[int, Share]
-"""By worker, in order of their ids."""
+"""Share by worker id, in order of the ids."""
 
 
 def even(total: int, workers: Iterable[int]) -> Shares:
-    """As many for each; the last has the remainder too."""
+    """Equal shares; the last also gets the remainder."""
     order = sorted(workers)
     size = total // len(order)
     lengths = [size] * (len(order) - 1)
@@ -34,7 +34,7 @@ def even(total: int, workers: Iterable[int]) -> Shares:
 
 
 def by_speed(total: int, speeds: Mapping[int, float]) -> Shares:
-    """So that all need about the same time. Nobody is left without a sample while there are enough."""
+    """Shares that take all workers about the same time. Each gets a sample if there are enough."""
     order = sorted(speeds)
     least = 1 if total >= len(order) else 0
     whole = sum(speeds.values())
@@ -58,13 +58,13 @@ def _laid_out(order: Iterable[int], lengths: Iterable[int]) -> Shares:
 
 
 class Speeds:
-    """Samples a second of each worker, of its latest steps."""
+    """Samples per second of each worker, averaged over its latest steps."""
 
     def __init__(self) -> None:
         self._speeds: dict[int, float] = {}
 
     def note(self, worker: int, samples: int, seconds: float) -> None:
-        """What a worker took for its share of one step."""
+        """Record how long a worker took for its share of a step."""
         if samples > 0 and seconds > 0:
             speed = samples / seconds
             self._speeds[worker] = speed if worker not in self._speeds else self._blend(self._speeds[worker], speed)
@@ -76,7 +76,7 @@ class Speeds:
         self._speeds.pop(worker, None)
 
     def shares(self, total: int, workers: Iterable[int], current: Shares | None = None) -> Shares:
-        """The current ones where others would save too little; even ones until everybody was measured."""
+        """Shares by speed; the current ones if new ones save too little, even ones until all workers are measured."""
         order = sorted(workers)
         if not all(worker in self._speeds for worker in order):
             return even(total, order)

@@ -1,4 +1,4 @@
-"""A gradient server: workers join over TCP, it hands out shares of each step's samples and averages their gradients."""
+"""A gradient server: workers join over TCP, get shares of each step's samples, and their gradients are averaged."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from typing import Self
 from monitoring.http.addresses import host_and_port
 from monitoring.prometheus.gradient_server_metrics import GradientServerFigures, GradientServerTotals
 from runtime.errors import LaunchError
-from runtime.gradient_server.connection import Connection
+from runtime.gradient_server.connection import Connection, LivenessMonitor
 from runtime.gradient_server.events import Finish, Joined, Lost, Misbehaved, Started, StopAsked
 from runtime.gradient_server.round_runner import OnStep, RoundRunner, StepRecord
 from runtime.gradient_server.rounds import Phase
 from runtime.gradient_server.settings import GradientServerSettings
 from runtime.gradient_server.state_relay import StateRelay
-from runtime.gradient_server.watch import Watch
-from runtime.gradient_server.wire.auth import Admission, JoinsSeen
+from runtime.gradient_server.wire.auth import SeenNonces, ServerHandshake
 from runtime.gradient_server.wire.link import Link, LinkLost, serve
 from runtime.gradient_server.wire.messages import (
     Hello,
@@ -38,22 +37,22 @@ from runtime.logs import logger
 
 __all__ = ["GradientServer", "GradientServerSettings", "ServerSummary", "StepRecord"]
 
-_QUIET = frozenset({Reason.BAD_CHECKSUM})  # the network's fault: the worker shall come back and send again
+_NETWORK_FAULTS = frozenset({Reason.BAD_CHECKSUM})  # not the worker's fault: it may rejoin and send again
 _BACKLOG = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSummary:
-    """How a run ended, in order."""
+    """How a run ended that did not fail."""
 
     reason: str
     steps: int
-    """That were completed by this server."""
+    """Steps completed by this server process."""
     next_step: int
     last_loss: float | None
     seconds: float
     reduction_seconds: float
-    """Of all steps: from the first byte of a step's gradients to its last average."""
+    """Sum over all steps: from the first byte of a step's gradients to its last average."""
     bytes_in: int
     bytes_out: int
     refused: dict[str, int]
@@ -61,33 +60,33 @@ class ServerSummary:
 
 
 class GradientServer:
-    """For `async with`. `on_step` is called with each step that was completed."""
+    """Use it with `async with`. `on_step` is called with each completed step."""
 
     def __init__(self, settings: GradientServerSettings, on_step: OnStep = lambda record: None) -> None:
         self.settings = settings
         self.totals = GradientServerTotals()
         self.connections: set[Connection] = set()
         self._runner = RoundRunner(settings, self.totals, on_step, self._finish)
-        self._watch = Watch(settings, self)
+        self._liveness = LivenessMonitor(settings, self)
         self._log = logger("gradient_server")
-        self._seen = JoinsSeen()
+        self._seen = SeenNonces()
         self._started = 0.0
         self._port = settings.port
         self._server: asyncio.Server | None = None
         self._finished: asyncio.Future[ServerSummary] | None = None
         self._ending: asyncio.Task[None] | None = None
 
-    # What its owner does.
+    # For its owner.
 
     async def __aenter__(self) -> Self:
-        """Listens. LaunchError where the address cannot be had."""
+        """Start to listen. Raises LaunchError if the address cannot be used."""
         self._finished = asyncio.get_running_loop().create_future()
         listener = await _listen(self.settings.host, self.settings.port)
         self._port = listener.getsockname()[1]
         self._server = await serve(listener, self._on_link, tls=self.settings.tls)
         self._started = time.monotonic()
         self._runner.handle(Started())
-        self._watch.start()
+        self._liveness.start()
         self._log.info("listening", address=self.address, workers=self.settings.workers)
         return self
 
@@ -99,27 +98,27 @@ class GradientServer:
         assert self._ending is not None
         try:
             await asyncio.shield(self._ending)
-        except asyncio.CancelledError:  # no more time for last words
+        except asyncio.CancelledError:  # no time left to send the rest
             self.hang_up()
             raise
 
     @property
     def address(self) -> str:
-        """HOST:PORT, as workers write it."""
+        """HOST:PORT, as workers need it."""
         return host_and_port(self.settings.host, self._port)
 
     async def finished(self) -> ServerSummary:
-        """Until it is over and all workers were told. Raises what has gone wrong: DeadlineExceeded where too few
-        workers came, PeerLost, NonFiniteGradient and Mismatch where one of them has ended the run."""
+        """Wait for the end of the run, with all connections closed. Raises DeadlineExceeded if too few workers joined;
+        PeerLost, NonFiniteGradient or Mismatch if a worker ended the run."""
         assert self._finished is not None
         return await asyncio.shield(self._finished)
 
     def stop(self, reason: str = "it was stopped") -> None:
-        """End in order: what was averaged is still sent, then workers are told."""
+        """End normally: finished averages are still sent, then each worker gets the reason."""
         self._runner.handle(StopAsked(reason))
 
     def hang_up(self) -> None:
-        """On everybody at once: what waits to be sent is dropped."""
+        """Abort all connections: unsent bytes are dropped."""
         for connection in list(self.connections):
             connection.link.abort()
 
@@ -136,14 +135,14 @@ class GradientServer:
             bytes_waiting=sum(each.link.bytes_waiting for each in connections),
         )
 
-    # Who comes.
+    # Joins.
 
     def _on_link(self, link: Link) -> None:
         if self.is_ending:
             link.abort()
             return
-        admission = Admission(self.settings.token or b"", self._seen)
-        connection = Connection(link, admission, self._join, self.give_up)
+        handshake = ServerHandshake(self.settings.token or b"", self._seen)
+        connection = Connection(link, handshake, self._join, self.drop)
         self.connections.add(connection)
         link.on_lost = partial(self._lost, connection)
 
@@ -155,7 +154,7 @@ class GradientServer:
         step, has_state = (who.step, who.has_state) if isinstance(who, Hello) else (0, False)
         worker = runner.rounds.roster.admit(who.node_id, version, step, has_state).worker
         runner.workers[worker] = connection
-        connection.become(worker, runner, assigns_v1=self.settings.assigns_v1)
+        connection.joined(worker, runner, assigns_v1=self.settings.assigns_v1)
         self._welcome(connection, worker, mac)
         self._log.info(
             "joined", worker=worker, node_id=who.node_id, version=version, at=step, peer=connection.link.peer
@@ -172,8 +171,8 @@ class GradientServer:
             raise refusal
 
     def _replace(self, worker: int, connection: Connection) -> None:
-        """It is back before its old connection was found to be broken."""
-        self.give_up(self._runner.workers[worker], LinkLost(f"it has joined again from {connection.link.peer}"))
+        """The worker is back before its old connection was found to be broken."""
+        self.drop(self._runner.workers[worker], LinkLost(f"it has joined again from {connection.link.peer}"))
 
     def _welcome(self, connection: Connection, worker: int, mac: bytes) -> None:
         settings, total = self.settings, max(self.settings.workers, len(self._runner.workers))
@@ -184,10 +183,10 @@ class GradientServer:
         codec = self._runner.codec
         connection.outbox.put(Welcome(worker, total, mac, beat, timeout, settings.chunk_bytes, codec))
 
-    # Who goes.
+    # Losses.
 
-    def give_up(self, connection: Connection, error: BaseException) -> None:
-        """Hang up, and count it as lost."""
+    def drop(self, connection: Connection, error: BaseException) -> None:
+        """Close the connection and count it as lost."""
         self._lost(connection, error)
         if isinstance(error, WireError):
             connection.link.close()
@@ -195,7 +194,7 @@ class GradientServer:
             connection.link.abort()
 
     def _lost(self, connection: Connection, error: BaseException | None) -> None:
-        """A link is gone, or what came over it was refused. The first reason counts."""
+        """A link is gone, or its peer was refused. Only the first reason counts."""
         if connection not in self.connections:
             return
         self.connections.discard(connection)
@@ -209,7 +208,7 @@ class GradientServer:
             return
         if not self.is_ending:
             self._log.warning("lost", worker=worker, why=str(error))
-        if isinstance(error, WireError) and error.reason not in _QUIET:
+        if isinstance(error, WireError) and error.reason not in _NETWORK_FAULTS:
             self._runner.handle(Misbehaved(worker, error))
         else:
             self._runner.handle(Lost(worker, str(error) or repr(error)))
@@ -217,8 +216,8 @@ class GradientServer:
     def _note_refusal(self, connection: Connection, error: WireError) -> None:
         self.totals.rejected[str(error.reason)] += 1
         self._log.warning("refused", peer=connection.link.peer, worker=connection.worker, why=str(error))
-        # Straight to the link, which is closed next. Version 2's frames are written whole, version 1's are not.
-        if connection.version == 2 and error.reason not in _QUIET:
+        # Not through the outbox, for the link is closed next. Only version 2's frames are always written whole.
+        if connection.version == 2 and error.reason not in _NETWORK_FAULTS:
             connection.link.write(*encode_parts(Refused(error.reason, error.detail)))
         elif connection.version == 1 and connection.outbox.is_empty:
             connection.link.write(*encode_parts(Shutdown()))
@@ -231,7 +230,7 @@ class GradientServer:
 
     @property
     def relay(self) -> StateRelay | None:
-        """For the watch."""
+        """For the liveness monitor."""
         return self._runner.relay
 
     @property
@@ -243,18 +242,18 @@ class GradientServer:
         if self._server is not None:
             self._server.close()
         for connection in list(self.connections):
-            if connection.voice is not None and connection in self._runner.workers.values():
+            if connection.sender is not None and connection in self._runner.workers.values():
                 if finish.error is None:
-                    connection.voice.leave(finish.reason)
+                    connection.sender.leave(finish.reason)
                 else:
-                    connection.voice.refuse(finish.code, finish.reason)
+                    connection.sender.refuse(finish.code, finish.reason)
             connection.end()
         self._ending = asyncio.create_task(self._end(finish), name="end of the gradient server")
 
     async def _end(self, finish: Finish) -> None:
         for connection in list(self.connections):
-            await connection.link.closed()  # the watch hangs up where nothing moves
-        self._watch.stop()
+            await connection.link.closed()  # the liveness monitor drops those that are stuck
+        self._liveness.stop()
         self._runner.close()
         assert self._finished is not None
         if self._finished.done():
@@ -263,7 +262,7 @@ class GradientServer:
             self._finished.set_result(self._summary(finish.reason))
         else:
             self._finished.set_exception(finish.error)
-            self._finished.exception()  # whoever does not ask does not want to know
+            self._finished.exception()  # marks it as retrieved, so that an owner that never asks gets no warning
 
     def _summary(self, reason: str) -> ServerSummary:
         totals, rounds = self.totals, self._runner.rounds

@@ -1,4 +1,4 @@
-"""What a gradient server is told before it starts."""
+"""Settings of a gradient server."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ SharesBy = Literal["even", "by speed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientServerSettings:
-    """Checked when it is made: ConfigError names the option and says what would do."""
+    """Checked on creation: ConfigError names the option, its value and the limit."""
 
     workers: int
-    """That are waited for before the first step."""
+    """Workers to wait for before the first step."""
     samples: int
-    """Of each step, all workers together."""
+    """Samples of each step, over all workers."""
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
-    """0: any that is free."""
+    """0: any free port."""
     steps: int | None = None
-    """The server ends before the step with this number; steps count from 0, also after a restart. None: when it is
-    stopped, or all workers have left."""
+    """The server ends before the step with this number; steps count from 0, also after a restart. None: it runs until
+    it is stopped, or all workers have left."""
     protocol: Protocol = "v2"
-    """Version 1 proves nothing and encrypts nothing, so it is taken from this host only, and where there is no token,
-    unless `v1` allows it."""
+    """Version 1 has no authentication and no encryption, so it is accepted only from this host and only without a
+    token, unless this is `v1`."""
     token: bytes | None = None
-    """Version 2's; needed wherever others than this host can reach the server."""
+    """For version 2; required if other hosts can reach the server."""
     tls: ssl.SSLContext | None = None
     join_seconds: float = 60.0
-    """For the expected workers to join, and for a connection to say who it is."""
+    """Time for the expected workers to join, and for each connection to complete its join."""
     heartbeat_seconds: float = 5.0
-    """After so long without anything else to say, each end says that it is there."""
+    """Each end sends a heartbeat after this long without sending anything else."""
     timeout_seconds: float = 30.0
-    """A worker that is not heard for so long is lost."""
+    """A worker that is silent for this long counts as lost."""
     rejoin_seconds: float = 10.0
-    """How long a lost worker of version 2 is waited for before others get its samples."""
+    """How long to wait for a lost worker of version 2 before others get its samples."""
     step_seconds: float | None = 1800.0
-    """For a worker's gradient to come after the assignment, or for a state to be handed on; else whoever is late is
-    refused: a worker may beat and compute nothing. As long as torch's own collectives wait. None: what it takes."""
+    """Time for a worker's gradient after its assignment, or for a state transfer; a worker that is late is refused,
+    since one may send heartbeats and compute nothing. The default is that of torch's collectives. None: no limit."""
     policy: Policy = "halt"
-    """For gradients that are refused: the run ends, or goes on without that worker."""
+    """When a gradient is refused: end the run, or go on without that worker."""
     shares: SharesBy = "even"
     min_workers: int = 1
-    """With fewer no step is begun; more are waited for, up to `join_seconds`."""
+    """No step begins with fewer; the server waits for more, up to `join_seconds`."""
     compression: bool = False
-    """zlib. For networks slower than some 50 MB/s; gradients do not shrink much."""
+    """zlib. Worth it on networks below about 50 MB/s; gradients do not shrink much."""
     chunk_bytes: int = MAX_CHUNK
-    """Of version 2's chunks, both ways."""
+    """Largest chunk of version 2, in both directions."""
     memory_bytes: int | None = None
-    """For sums and averages: three times the gradient, as float32. None: three quarters of this machine's memory."""
+    """Limit for sums and averages, which take three times a float32 gradient. None: 3/4 of this machine's memory."""
     assigns_v1: bool = True
-    """Whether workers of version 1 are told their samples. Some that send blocks take their samples by their own
-    rule, and do not expect to be told."""
+    """Whether workers of version 1 are sent their shares. Some that send blocks choose their samples by a rule of their
+    own and expect no assignment."""
 
     def __post_init__(self) -> None:
         for problem in self._problems():
@@ -97,5 +97,5 @@ class GradientServerSettings:
                 f"timeout_seconds = {self.timeout_seconds:g}: more than heartbeat_seconds = {self.heartbeat_seconds:g}."
             )
         if not self.token and self.protocol == "v2" and not is_loopback(self.host):
-            found.append(f"{self.host}: others than this host can reach it, so it takes a token. Give --token-file.")
+            found.append(f"{self.host}: other hosts can reach it, so it needs a token. Give --token-file.")
         return found

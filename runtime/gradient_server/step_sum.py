@@ -1,6 +1,6 @@
 """One step's sums: pieces of gradients in, averages weighted by samples out. Pure: no I/O, no clock.
 
-Each worker's elements of a key come in order. What has come of three workers, for example:
+Each worker's elements of a key arrive in order. For example, after parts of three workers' gradients:
 
 worker 0 ████████████████████          the first to reach an element assigns it,
 worker 1 ███████████████               others add to it,
@@ -39,7 +39,7 @@ _KINDS = {"whole": ("whole",), "blocks": ("block", "component"), "parts": ("part
 
 
 class GradientRefused(WireError):
-    """What this worker sent cannot be part of the sum. What it had added before stays there."""
+    """What this worker sent cannot be part of the sum. What it added before stays in it."""
 
     def __init__(self, reason: Reason, detail: str, worker: int) -> None:
         super().__init__(reason, detail)
@@ -48,7 +48,7 @@ class GradientRefused(WireError):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which keys a step has: `whole`, or so many `blocks` and the three components, or so many `parts`."""
+    """Which keys a step has: `whole`, or `number` `blocks` and the three components, or `number` `parts`."""
 
     kind: str
     number: int = 1
@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def needs_reports(self) -> bool:
-        """Workers that send blocks need not tell their loss."""
+        """Workers that send blocks need not report their loss."""
         return self.kind != "blocks"
 
 
@@ -70,37 +70,37 @@ class Plan:
 class _KeySum:
     memory: Memory
     first: int
-    """The worker whose shape this is."""
+    """The worker that defined the shape."""
     positions: dict[int, int] = field(default_factory=dict)
-    """How many elements each worker that has begun has sent."""
+    """How many elements each worker has sent; only workers that have begun."""
     reached: int = 0
-    """Elements that were assigned."""
+    """How many elements were assigned by the first worker to reach them."""
     averaged: int = 0
     ended: set[int] = field(default_factory=set)
 
 
 class StepSum:
-    """Of one attempt at one step. `shares` are the samples of each worker that takes part."""
+    """The sums of one attempt at a step. `shares`: the samples of each participating worker."""
 
     def __init__(self, step: int, attempt: int, shares: Mapping[int, Share], buffers: Buffers | None = None) -> None:
         self.step, self.attempt, self.shares = step, attempt, dict(shares)
         self.is_dropped = False
-        """Its averages are nobody's any more."""
+        """Whether the attempt was given up: its averages are not sent any more."""
         self.plan: Plan | None = None
         self._planners: set[int] = set()
         self._buffers = buffers or Buffers()
         self._arithmetic = Arithmetic()
         divisor = math.gcd(*(share.length for share in shares.values())) or 1
-        # Even shares have the weight 1 then, which costs no multiplication.
+        # With even shares every weight is 1, which needs no multiplication.
         self._weights = {worker: share.length // divisor for worker, share in self.shares.items()}
         self._keys: dict[Key, _KeySum] = {}
         self._complete: set[Key] = set()
         self._reports: dict[int, tuple[float, int, int]] = {}
 
-    # What comes in.
+    # Input.
 
     def settle(self, worker: int, plan: Plan) -> None:
-        """Which keys this worker will send: the same as all others."""
+        """Set which keys this worker will send; all workers must send the same."""
         if plan.number > MAX_PARTS:
             raise GradientRefused(Reason.TOO_LONG, f"{plan.number} {plan.kind}, of at most {MAX_PARTS}.", worker)
         if self.plan is None:
@@ -119,7 +119,7 @@ class StepSum:
             raise GradientRefused(reason, f"{plan.number} {plan.kind} where {whose} {expected}.", worker)
 
     def _check_first(self, worker: int, plan: Plan) -> None:
-        """That it fits earlier steps, and what others have sent without saying how much would follow."""
+        """Check the first plan against earlier steps, and against keys that other workers sent without a plan."""
         earlier = self._buffers.num_settled(_KINDS[plan.kind][0])
         if earlier:
             self._check_number(worker, plan, earlier, "earlier steps had")
@@ -133,7 +133,7 @@ class StepSum:
     def begin(
         self, worker: int, key: Key, count: int, dtype: Dtype = Dtype.FLOAT32, sizes: tuple[int, ...] = ()
     ) -> None:
-        """So many elements will follow."""
+        """Start a key: `count` elements of this worker will follow."""
         if self.plan is not None and not self.plan.has(key):
             raise GradientRefused(
                 Reason.UNEXPECTED, f"{_name(key)} in a step that others send as {self.plan.kind}.", worker
@@ -146,7 +146,9 @@ class StepSum:
         else:
             self._check_shape(worker, key, shape, key_sum.memory.shape, f"worker {key_sum.first}")
         if worker not in self._weights or worker in key_sum.positions:
-            raise GradientRefused(Reason.UNEXPECTED, f"{_name(key)} a second time, or for nobody.", worker)
+            raise GradientRefused(
+                Reason.UNEXPECTED, f"{_name(key)} a second time, or from a worker without a share.", worker
+            )
         key_sum.positions[worker] = 0
 
     def _check_shape(self, worker: int, key: Key, shape: Shape, expected: Shape | None, whose: str) -> None:
@@ -169,7 +171,7 @@ class StepSum:
             ) from None
 
     def add(self, worker: int, key: Key, offset: int, values: Array) -> None:
-        """The worker's next elements, which are not kept. All of them are refused, or none."""
+        """Add the worker's next elements; `values` is not kept. If any is refused, none is added."""
         key_sum = self._begun(worker, key)
         shape, end = key_sum.memory.shape, offset + len(values)
         if offset != key_sum.positions[worker] or end > shape.count:
@@ -188,23 +190,23 @@ class StepSum:
 
     def _sum(self, key_sum: _KeySum, offset: int, values: Array, weight: int) -> None:
         end, reached = offset + len(values), key_sum.reached
-        last = max(offset, self._whole(key_sum))  # up to here nobody is missing any more
+        last = max(offset, self._whole(key_sum))  # up to here all workers have sent
         edges: tuple[int, ...] = (offset, end)
         if offset < last < end or offset < reached < end:
             edges = tuple(sorted({offset, last, end, min(end, max(offset, reached))}))
         for begin, stop in pairwise(edges):
-            self._sum_alike(key_sum, begin, stop, values[begin - offset : stop - offset], weight, is_last=stop <= last)
+            self._add_run(key_sum, begin, stop, values[begin - offset : stop - offset], weight, is_last=stop <= last)
         key_sum.reached = max(reached, end)
         if last > offset:
             key_sum.averaged = last
 
     def _whole(self, key_sum: _KeySum) -> int:
-        """Up to where all workers have sent."""
+        """The number of leading elements that all workers have sent."""
         positions = key_sum.positions
         return min(positions.values()) if len(positions) == len(self._weights) else 0
 
-    def _sum_alike(self, key_sum: _KeySum, begin: int, stop: int, values: Array, weight: int, *, is_last: bool) -> None:
-        """Elements that are all the first, all between, or all the last to come."""
+    def _add_run(self, key_sum: _KeySum, begin: int, stop: int, values: Array, weight: int, *, is_last: bool) -> None:
+        """Add elements for which this worker is uniformly the first, a middle one, or the last."""
         memory, dtype = key_sum.memory, key_sum.memory.shape.dtype
         sums, is_first = memory.sums[begin:stop], begin >= key_sum.reached
         if is_last:
@@ -216,13 +218,13 @@ class StepSum:
             self._arithmetic.add(sums, values, weight, dtype)
 
     def _average(self, key_sum: _KeySum) -> None:
-        """What was complete before the last worker came: without samples of its own, or because somebody left."""
+        """Average what is complete without a last addition: its worker has no samples, or was left out."""
         begin, end = key_sum.averaged, self._whole(key_sum)
         if end > begin:
             memory, total = key_sum.memory, self._total_weight
             if total:
                 self._arithmetic.average(memory.result[begin:end], memory.sums[begin:end], total, memory.shape.dtype)
-            else:  # nobody who is left has samples
+            else:  # no remaining worker has samples
                 memory.result[begin:end] = 0
             key_sum.averaged = end
 
@@ -231,7 +233,7 @@ class StepSum:
         return sum(self._weights.values())
 
     def end(self, worker: int, key: Key) -> bool:
-        """The worker has sent all of it. True when all workers have."""
+        """The worker has sent all of a key. True if all workers have."""
         key_sum = self._begun(worker, key)
         if key_sum.positions[worker] != key_sum.memory.shape.count:
             at, most = key_sum.positions[worker], key_sum.memory.shape.count
@@ -252,9 +254,9 @@ class StepSum:
         return is_complete
 
     def report(self, worker: int, loss: float, correct: int, total: int) -> None:
-        """What the worker's samples gave: their mean loss, and how many there were and were right."""
+        """Record a worker's result: the mean loss, and the numbers of correct and of all samples."""
         if worker not in self._weights or worker in self._reports:
-            raise GradientRefused(Reason.UNEXPECTED, "a loss a second time, or for nobody.", worker)
+            raise GradientRefused(Reason.UNEXPECTED, "a loss a second time, or from a worker without a share.", worker)
         if total != self.shares[worker].length:
             expected = self.shares[worker]
             raise GradientRefused(
@@ -265,7 +267,7 @@ class StepSum:
         self._reports[worker] = (loss, correct, total)
 
     def leave_out(self, worker: int) -> list[Key]:
-        """Go on without a worker that has added nothing; the keys that are complete now."""
+        """Go on without a worker that has added nothing. Returns the keys that this completes."""
         assert not self.has_from(worker)
         self._weights.pop(worker, None)
         self._reports.pop(worker, None)
@@ -277,41 +279,41 @@ class StepSum:
             if not key_sum.positions:
                 del self._keys[key]
             else:
-                self._average(key_sum)  # now: later elements would be averaged without those before them
+                self._average(key_sum)  # now, because later additions average only their own elements
                 self._note_complete(key)
         return sorted(self._complete - before)
 
-    # What comes out.
+    # Output.
 
     def has_from(self, worker: int) -> bool:
-        """Whether elements of this worker are in the sums already."""
+        """Whether elements of this worker are part of the sums."""
         return self._weights.get(worker, 0) > 0 and any(
             each.positions.get(worker, 0) > 0 for each in self._keys.values()
         )
 
     def has_all_of(self, worker: int) -> bool:
-        """Whether it has sent all that it has to."""
+        """Whether the worker has sent its whole gradient, and its loss if that is needed."""
         if self.plan is None or (self.plan.needs_reports and worker not in self._reports):
             return False
         return sum(worker in key_sum.ended for key_sum in self._keys.values()) == self.plan.num_keys
 
     def average(self, key: Key) -> Array:
-        """In the key's own dtype; bfloat16 as 16 bits. Its memory is that of all steps."""
+        """The average in the key's dtype; bfloat16 as 16-bit integers. The next step reuses its memory."""
         assert key in self._complete
         return self._keys[key].memory.result
 
     @property
     def keys(self) -> frozenset[Key]:
-        """That are complete."""
+        """The complete keys."""
         return frozenset(self._complete)
 
     def has_come(self, worker: int, key: Key) -> bool:
-        """Whether all elements of this worker's have, but not their end."""
+        """Whether all elements of the worker have arrived, but `end` was not called."""
         key_sum = self._begun(worker, key)
         return key_sum.positions[worker] == key_sum.memory.shape.count and worker not in key_sum.ended
 
     def shape_from(self, worker: int, key: Key) -> Shape:
-        """Of what this worker has begun."""
+        """The shape of a key that this worker has begun."""
         return self._begun(worker, key).memory.shape
 
     def shape(self, key: Key) -> Shape:
@@ -323,14 +325,14 @@ class StepSum:
 
     @property
     def is_complete(self) -> bool:
-        """All keys of the plan are averaged, and whoever must has told its loss."""
+        """Whether all keys of the plan are averaged and the required losses reported."""
         if self.plan is None or len(self._complete) < self.plan.num_keys:
             return False
         return self.has_all_reports or not self.plan.needs_reports
 
     @property
     def loss(self) -> float:
-        """The mean over the samples that were reported; NaN without any."""
+        """The mean over all reported samples; NaN if there are none."""
         counted = [(loss * total, total) for loss, _, total in self._reports.values() if total]
         return sum(each for each, _ in counted) / sum(total for _, total in counted) if counted else math.nan
 

@@ -1,4 +1,4 @@
-"""How a rank failed, which failure was the root, and how both are told to people."""
+"""How ranks failed, which failure is the root, and the text about them."""
 
 from __future__ import annotations
 
@@ -9,31 +9,30 @@ from typing import Any
 
 from runtime.errors import Coords, name_rank
 
-# What a rank meets because another one failed.
+# Errors that a rank gets because another one failed.
 CONSEQUENCES = frozenset({"PeerLost", "GroupClosed", "DeadlineExceeded"})
-# How a rank that was asked to stop usually says that it did.
+# Errors with which a rank usually ends when it is asked to stop.
 _ANSWERS_TO_INTERRUPT = frozenset({"KeyboardInterrupt", "CancelledError"})
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a rank itself said about its uncaught exception."""
+    """A rank's own report of its uncaught exception."""
 
     time: float
     type: str
     message: str
     traceback: str
     is_consequence: bool = False
-    """Of what another rank did: that one tells more."""
+    """Whether another rank caused it: that rank's report says more."""
     error_kind: str | None = None
-    """Of the CommunicationError behind it, if a peer's doing was all that went wrong."""
+    """The class of the CommunicationError behind it, if nothing else went wrong on this rank."""
     notes: tuple[str, ...] = ()
-    """That were added to it, such as the layer that it came from; the traceback ends with them."""
+    """The exception's notes, such as the layer that it came from; the traceback ends with them."""
 
     @staticmethod
     def from_message(message: Mapping[str, Any], rank: int) -> Report | None:
-        """Of the message that this rank sent. None when a field is missing or of another type: a rank may send
-        anything."""
+        """The report in a rank's message. None if a field is missing or has a wrong type: a rank may send anything."""
         time = message.get("time")
         texts = [message.get(name) for name in ("type", "message", "traceback")]
         if not isinstance(time, int | float) or not all(isinstance(text, str) for text in texts):
@@ -43,8 +42,8 @@ class Report:
         wire_kind = error.get("kind") if isinstance(error, dict) else None
         error_kind = wire_kind if isinstance(wire_kind, str) else None
         is_consequence = message.get("culprit") not in (None, rank) or error_kind in CONSEQUENCES
-        told = message.get("notes")
-        notes = tuple(note for note in told if isinstance(note, str)) if isinstance(told, list) else ()
+        found = message.get("notes")
+        notes = tuple(note for note in found if isinstance(note, str)) if isinstance(found, list) else ()
         return Report(float(time), kind, text, traceback, is_consequence, error_kind, notes)
 
     @property
@@ -55,20 +54,20 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One rank that did not end well."""
+    """A failed rank."""
 
     rank: int
     coords: Coords | None
     time: float
-    """CLOCK_MONOTONIC: when it said so itself, else when it was found ended."""
+    """CLOCK_MONOTONIC: when it reported its error, otherwise when its end was noticed."""
     exit_code: int
-    """As a shell counts: 128 + n when signal n killed it."""
+    """As in a shell: 128 + n if signal n killed it."""
     how: str
     """`killed by SIGKILL`, `exited with code 3`, or the exception in one line."""
     report: Report | None
     is_consequence: bool
     was_stopped: bool
-    """We ended it ourselves, because of another failure or of Ctrl-C."""
+    """The launcher ended it, because of another failure or Ctrl-C."""
 
     @property
     def name(self) -> str:
@@ -76,7 +75,7 @@ class Failure:
 
 
 def shell_code(code: int) -> int:
-    """A wait code (minus the signal's number) as shells count it."""
+    """The shell's exit code for a wait code, which is minus the signal's number."""
     return code if code >= 0 else 128 - code
 
 
@@ -90,12 +89,12 @@ def describe_exit(code: int) -> str:
 
 
 def find_root(failures: Iterable[Failure]) -> Failure | None:
-    """The earliest that is nobody's consequence; where all are, the earliest."""
+    """The earliest failure that is not a consequence of another; if all are, the earliest."""
     return min(failures, key=lambda failure: (failure.is_consequence, failure.time), default=None)
 
 
 def render(root: Failure, failures: Sequence[Failure]) -> str:
-    """The root first and whole, then one line for each other failed rank."""
+    """The root failure with its traceback, then one line for each other failed rank."""
     others = [failure for failure in failures if failure is not root]
     lines = [f"parallel3d: {root.name} failed first: {root.how}"]
     if root.report is not None:
@@ -108,7 +107,7 @@ def render(root: Failure, failures: Sequence[Failure]) -> str:
 
 
 def render_interrupted(number: signal.Signals, failures: Sequence[Failure]) -> str:
-    """What went wrong while ranks were stopping; that they stopped at all is no news."""
+    """What went wrong while ranks were stopping; normal stops are left out."""
     lines = [f"parallel3d: interrupted by {number.name}; all ranks have ended."]
     for failure in failures:
         report = failure.report

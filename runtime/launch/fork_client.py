@@ -1,4 +1,4 @@
-"""The launcher's side of the fork server: starts it, asks it for ranks and signals, hears its events."""
+"""The launcher's side of the fork server: starts it, sends it requests, reads its events."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+# Private, and without a public twin; multiprocessing imports it too.
+from subprocess import _args_from_interpreter_flags  # type: ignore[attr-defined]
 from typing import Any
 
 from runtime.errors import LaunchError
@@ -19,7 +22,7 @@ from runtime.launch.fork_server import MAX_RECORD_BYTES, Job
 HOME = str(Path(__file__).resolve().parents[2])
 
 # The current folder must not come before our packages while they are imported: a user's runtime.py there
-# would be taken for ours. `-P` would say so too, but would stay visible in the ranks' sys.flags.
+# would be imported instead of ours. `-P` does this too, but would be visible in the ranks' sys.flags.
 _BOOTSTRAP = """\
 import sys
 if not sys.flags.safe_path: del sys.path[0]
@@ -30,7 +33,7 @@ main()
 
 
 class ForkClient:
-    """One running fork server, which imports `preload` at once. Its requests never wait: few and small."""
+    """One running fork server, which imports `preload` at once. Requests never block: they are few and small."""
 
     def __init__(self, preload: Sequence[str], environment: Mapping[str, str]) -> None:
         self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -54,7 +57,7 @@ class ForkClient:
         self.is_ready = False
 
     def give(self, job: Job) -> None:
-        """What the ranks shall run; once, before the first fork."""
+        """Say what the ranks run; once, before the first fork."""
         os.pwrite(self._job, job.to_json(), 0)
         os.close(self._job)
         self._send({"request": "job"})
@@ -71,13 +74,13 @@ class ForkClient:
             socket.send_fds(self.connection, [json.dumps(record).encode()], fds)
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """What has arrived, without waiting; an event `lost` when the server has ended."""
+        """The events that have arrived, without waiting; `lost` when the server has ended."""
         while True:
             try:
                 data = self.connection.recv(MAX_RECORD_BYTES)
             except BlockingIOError:
                 return
-            except ConnectionResetError:  # said once when it ended without reading all; its last words come next
+            except ConnectionResetError:  # raised once if it ended without reading everything; its last events follow
                 continue
             except OSError:
                 data = b""
@@ -88,13 +91,13 @@ class ForkClient:
                 return
 
     def close(self) -> None:
-        """Hang up: the server ends whatever it started, then itself."""
+        """Close the connection: the server ends everything it started, then itself."""
         self.connection.close()
-        if not self.is_ready:  # still importing: it has started nothing and would notice late
+        if not self.is_ready:  # still importing: it has started no rank, and would notice the close late
             self.process.kill()
 
     def wait(self, seconds: float) -> int:
-        """The server's exit code, once it has ended; killed when it takes longer than this."""
+        """The server's exit code; it is killed if it does not end within `seconds`."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -103,10 +106,9 @@ class ForkClient:
 
 
 def _command(connection: int, job: int, preload: Sequence[str]) -> list[str]:
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
     return [
         sys.executable,
-        *flags,
+        *_args_from_interpreter_flags(),
         "-c",
         _BOOTSTRAP,
         HOME,

@@ -1,8 +1,8 @@
-"""The fork server: a process that has imported everything and forks one rank at each request.
+"""The fork server: a process that has imported everything and forks a rank on each request.
 
-It only imports: no tensor operation, autograd, CUDA call, thread or event loop of ours before a fork.
-It speaks with the launcher over one SOCK_SEQPACKET pair, JSON records with descriptors beside them.
-When the launcher closes its end, or dies, everything below this process is ended and so is it.
+Before a fork it only imports: no tensor operation, autograd, CUDA call, thread or event loop.
+It talks to the launcher over a SOCK_SEQPACKET pair, in JSON records that may carry descriptors.
+When the launcher closes its end or dies, it ends all of its descendants and itself.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ NUM_RANK_FDS = 4  # stdout, stderr, control, store
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What all ranks of a launch share; the server reads it once."""
+    """What all ranks of a launch have in common; the server reads it once."""
 
     home: str
-    """The folder our packages are in."""
+    """The folder of our packages."""
     before_script: str | None
     """A hook `module:function` called in each rank before the script."""
     target: Target
@@ -53,7 +53,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class RankRequest:
-    """One rank to fork: what it alone has."""
+    """A rank to fork: what differs between ranks."""
 
     rank: int
     environment: Mapping[str, str]
@@ -61,24 +61,24 @@ class RankRequest:
 
 
 class ForkServer:
-    """Serves requests from the main thread until the launcher is gone, or until it is itself a rank."""
+    """Serves requests in the main thread until the launcher is gone; in a forked child, until it is a rank."""
 
     def __init__(self, connection: socket.socket, job_fd: int) -> None:
         self._connection, self._job_fd = connection, job_fd
         self._job: Job | None = None
-        self._pids: dict[int, int] = {}  # rank of each child that is not reaped
+        self._pids: dict[int, int] = {}  # rank by pid, of each child that is not reaped
         self._wakeup, self._wakeup_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._launcher_is_gone = False
 
     def serve(self) -> tuple[Job, RankRequest] | None:
-        """None when it is over. In a forked child: what it is to run, so that the child leaves this loop too."""
+        """None when the launcher is gone. Returns in each forked child too, with what that runs."""
         self._catch_signals()
         poller = select.poll()
         poller.register(self._connection, select.POLLIN)
         poller.register(self._wakeup, select.POLLIN)
-        self._say("ready")
+        self._send("ready")
         while not self._launcher_is_gone:
-            ready = {fd for fd, _ in poller.poll()}  # ends at the latest with the launcher
+            ready = {fd for fd, _ in poller.poll()}  # returns at the latest when the launcher ends
             if self._wakeup in ready:
                 os.read(self._wakeup, 4096)
             self._reap()
@@ -92,13 +92,13 @@ class ForkServer:
     def _catch_signals(self) -> None:
         signal.set_wakeup_fd(self._wakeup_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, self._launcher_died)  # die_with_parent sends it
+        signal.signal(signal.SIGTERM, self._launcher_died)  # sent because of die_with_parent
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def _launcher_died(self, *_: object) -> None:
         self._launcher_is_gone = True
 
-    def _say(self, event: str, **fields: object) -> None:
+    def _send(self, event: str, **fields: object) -> None:
         try:
             self._connection.send(json.dumps({"event": event, **fields}).encode())
         except OSError:
@@ -107,9 +107,9 @@ class ForkServer:
     def _reap(self) -> None:
         for pid, status in processes.reap():
             rank = self._pids.pop(pid, None)
-            if rank is not None:  # others are orphans that we inherited
+            if rank is not None:  # others are orphans, which become children of a subreaper
                 code = os.waitstatus_to_exitcode(status)
-                self._say("ended", rank=rank, code=code, time=time.monotonic())
+                self._send("ended", rank=rank, code=code, time=time.monotonic())
 
     def _handle_record(self) -> RankRequest | None:
         try:
@@ -119,7 +119,7 @@ class ForkServer:
         if not data:
             self._launcher_is_gone = True
             return None
-        for fd in fds:  # programs that a rank starts don't get them; recv_fds ignores its own flag for that
+        for fd in fds:  # or programs that a rank starts would get them; recv_fds ignores its flag for that
             os.set_inheritable(fd, False)
         record = json.loads(data)
         if record["request"] == "job":
@@ -132,7 +132,7 @@ class ForkServer:
         return None
 
     def _signal(self, ranks: list[int], number: int, whole_group: bool) -> None:
-        """Only ranks not yet reaped: their pids can't have become someone else's."""
+        """Signal only ranks that are not reaped: their pids cannot be reused yet."""
         for pid, rank in self._pids.items():
             if rank in ranks:
                 try:
@@ -141,13 +141,13 @@ class ForkServer:
                     os.kill(pid, number)
 
     def _fork(self, request: RankRequest) -> RankRequest | None:
-        # Signals wait until the child has its own handlers.
+        # Signals are blocked until the child has its own handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         server_pid = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
-            self._say("fork_failed", rank=request.rank, message=str(error))
+            self._send("fork_failed", rank=request.rank, message=str(error))
             pid = -1
         if pid == 0:
             self._become_rank(server_pid)
@@ -156,9 +156,9 @@ class ForkServer:
             os.close(fd)
         if pid > 0:
             self._pids[pid] = request.rank
-            with suppress(OSError):  # the child does it too; whoever is first
+            with suppress(OSError):  # the child does it too; one of them is first
                 os.setpgid(pid, pid)
-            self._say("started", rank=request.rank, pid=pid)
+            self._send("started", rank=request.rank, pid=pid)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         return None
 
@@ -173,11 +173,11 @@ class ForkServer:
 
 
 class PreloadError(Exception):
-    """A module of the list can't be imported; the cause says why."""
+    """A module to preload cannot be imported; the cause says why."""
 
 
 def preload(names: Sequence[str]) -> None:
-    """Import these; without the garbage collector it is about a third faster."""
+    """Import these modules; without the garbage collector that is about a third faster."""
     gc.disable()
     for name in names:
         try:
@@ -185,7 +185,7 @@ def preload(names: Sequence[str]) -> None:
         except BaseException as error:
             raise PreloadError(name) from error
     gc.enable()
-    gc.freeze()  # a collection in a rank then leaves the pages it shares with the others alone
+    gc.freeze()  # so that collections in ranks do not copy pages that ranks share
 
 
 def _run_rank(job: Job, request: RankRequest) -> None:
@@ -201,7 +201,7 @@ def _run_rank(job: Job, request: RankRequest) -> None:
     _restore_import_path(job.home)
 
     def before() -> None:
-        _reset_signals()  # in here, because from now on a SIGINT raises
+        _reset_signals()  # here, because a SIGINT raises from now on
         if job.before_script is not None:
             module, _, function = job.before_script.partition(":")
             getattr(importlib.import_module(module), function)()
@@ -224,14 +224,14 @@ def _reseed_numpy() -> None:
 
 
 def _restore_import_path(home: str) -> None:
-    """Where we found our own packages goes last, unless the user's path has it anyway."""
+    """Move the folder of our packages to the end of the path, unless the user's path has it anyway."""
     sys.path.remove(home)
     if home not in sys.path:
         sys.path.append(home)
 
 
 def main() -> None:
-    """Import, then serve. Arguments: the launcher's pid, the connection, the job's file, modules to import."""
+    """Import, then serve. Arguments: launcher's pid, connection, job file, modules to import."""
     launcher_pid, connection_fd, job_fd = map(int, sys.argv[1:4])
     connection = socket.socket(fileno=connection_fd)
     for fd in (connection_fd, job_fd):
@@ -250,4 +250,4 @@ def main() -> None:
         _run_rank(*work)
     else:
         processes.end_descendants()
-        os._exit(0)  # nothing of ours is left to finalise, and torch would take its time
+        os._exit(0)  # skips torch's slow finalisation; nothing else is left to finalise

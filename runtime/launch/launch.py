@@ -1,4 +1,4 @@
-"""Starts N ranks of a script on this host, watches them, and leaves nothing behind."""
+"""Starts N ranks of a script on this host, supervises them, and cleans up."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any
 from runtime.control import LauncherControl, Message
 from runtime.errors import Coords, LaunchError
 from runtime.launch import processes, supervisor
-from runtime.launch.console import Console, ConsoleStyle
 from runtime.launch.failures import Report, describe_exit, find_root
+from runtime.launch.output import Console, ConsoleStyle
 from runtime.launch.spec import RUN_ID, LaunchResult, LaunchSpec, Started, prepare, start
-from runtime.log_format import log_environment
+from runtime.log_settings import log_environment
 
 __all__ = ["Launch", "LaunchResult", "LaunchSpec", "OnMessage", "launch"]
 
-_SERVER_END_SECONDS = 15.0  # the server itself gives what it ends 10 s
+_SERVER_END_SECONDS = 15.0  # the server gives its descendants 10 s to end
 
 OnMessage = Callable[[int, Message], None]
 
@@ -32,16 +32,16 @@ def ignore_message(rank: int, message: Message) -> None:
 
 
 async def launch(spec: LaunchSpec, on_message: OnMessage = ignore_message) -> LaunchResult:
-    """Run all ranks to their end. Cancelling it stops them, in order first and by force after the grace.
+    """Run all ranks to their end. Cancelling it stops them, and kills those that do not stop within the grace period.
 
-    What ranks print goes to descriptors 1 and 2 of this process; `on_message` gets (rank, message) for
-    everything ranks send over their control channels, on the loop.
+    The ranks' output goes to descriptors 1 and 2 of this process. `on_message(rank, message)` is called on the event
+    loop for everything that ranks send over their control channels.
     """
     return await Launch(start(spec, prepare(spec)), on_message).finish()
 
 
 class Launch:
-    """Carries out what the supervisor decides about ranks whose fork server has been started."""
+    """Carries out the supervisor's instructions for ranks of a started fork server."""
 
     def __init__(self, started: Started, on_message: OnMessage = ignore_message) -> None:
         self._started = started
@@ -54,7 +54,7 @@ class Launch:
         self._has_begun = False
 
     def begin(self) -> None:
-        """Listen to the fork server, on the running loop; `finish` has to follow, and begins by itself otherwise."""
+        """Listen to the fork server on the running loop. `finish` must follow; it calls `begin` if needed."""
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._console = Console(
@@ -67,7 +67,7 @@ class Launch:
         self._has_begun = True
 
     async def finish(self) -> LaunchResult:
-        """Run the ranks to their end and clean up, whatever happens."""
+        """Run the ranks to their end and always clean up."""
         if not self._has_begun:
             self.begin()
         try:
@@ -84,13 +84,13 @@ class Launch:
         )
 
     def interrupt(self, number: signal.Signals) -> None:
-        """As if this signal had come from the user: SIGINT a second time ends everything at once."""
-        if self._supervisor.phase is supervisor.Phase.DONE:  # all that is left is output that nobody reads
+        """Act as if the user had sent this signal: a second SIGINT kills everything at once."""
+        if self._supervisor.phase is supervisor.Phase.DONE:  # all that is left is output that is not read
             self._console.abandon()
         self._handle(supervisor.Interrupted(number))
 
     def send(self, rank: int, kind: str, **fields: object) -> bool:
-        """Hand one message to a rank over its control channel; False where it has not started, or has ended."""
+        """Send a message to a rank over its control channel; False if it has not started, or has ended."""
         control = self._controls.get(rank)
         return control is not None and control.send(kind, **fields)
 
@@ -99,7 +99,7 @@ class Launch:
             await asyncio.shield(self._ended)
         except asyncio.CancelledError:
             self.interrupt(signal.SIGTERM)
-            await self._ended  # within the grace; cancelled again, everything is killed at once
+            await self._ended  # within the grace period; if cancelled again, the clean-up kills everything
             raise
 
     def _handle(self, event: supervisor.Event) -> None:
@@ -151,7 +151,7 @@ class Launch:
                 case {"event": "started", "rank": int(rank)}:
                     self._handle(supervisor.RankStarted(rank))
                 case {"event": "ended", "rank": int(rank), "code": int(code), "time": float(when)}:
-                    self._hear_last_words(rank)
+                    self._read_last_messages(rank)
                     self._handle(supervisor.RankEnded(rank, code, when))
                 case {"event": "fork_failed", "rank": rank, "message": message}:
                     self._end(LaunchError(f"rank {rank} could not be forked: {message}"))
@@ -168,8 +168,8 @@ class Launch:
         if control.ended:
             self._loop.remove_reader(control.connection)
 
-    def _hear_last_words(self, rank: int) -> None:
-        """What a rank sent comes before its end; bounded, for a child of its may still be sending."""
+    def _read_last_messages(self, rank: int) -> None:
+        """Read what a rank sent before its end is handled. Bounded: a child of the rank may still be sending."""
         for _ in range(64):
             self._on_control(rank)
             if not self._controls[rank].may_have_more:
@@ -185,7 +185,7 @@ class Launch:
             self._handle(supervisor.RankFailed(rank, report))
         try:
             self._on_message(rank, message)
-        except Exception as error:  # the caller's bug, so the caller gets it
+        except Exception as error:  # a bug of the caller, which gets it
             self._end(error)
 
     def _on_start_timeout(self) -> None:
@@ -194,14 +194,14 @@ class Launch:
             self._end(LaunchError(f"only {len(self._controls)} ranks had started after {seconds:g} s"))
 
     async def _clean_up(self) -> None:
-        """End what still lives, deliver what was printed, close what is open."""
+        """End remaining processes, write remaining output, close files."""
         for timer in self._timers:
             timer.cancel()
         self._loop.remove_reader(self._server.connection)
         self._server.close()
         try:
             code = await asyncio.to_thread(self._server.wait, _SERVER_END_SECONDS)
-            if code != 0:  # it was killed, so it may not have ended all
+            if code != 0:  # it was killed, so it may not have ended its descendants
                 await asyncio.to_thread(processes.end_marked, RUN_ID, self._started.run_id)
             await self._console.drain()
             for failure in self._supervisor.failures():
@@ -209,7 +209,7 @@ class Launch:
                     self._console.log(failure.rank, failure.report.traceback)
             await self._console.close()
         finally:
-            self._console.release()  # also when cancelled here
+            self._console.release()  # also if this was cancelled
             self._close_files()
         self._raise_if_server_lost(code)
 

@@ -1,4 +1,4 @@
-"""What Linux knows about processes: who dies with whom, who descends from whom, and how to end them all."""
+"""Process control on Linux: death with the parent, descendants, and ending them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent: int, number: signal.Signals) -> None:
-    """Get signal `number` when the thread that forked us ends; at once where that has happened already."""
+    """Get signal `number` when the thread that forked this process ends; at once if it has ended already."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
 
 
 def become_subreaper() -> None:
-    """Orphaned descendants, also those that called setsid, become our children and not init's."""
+    """Orphaned descendants, also those that called setsid, become children of this process instead of init."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -47,7 +47,7 @@ def _parent_of(pid: int) -> int | None:
 
 
 def descendants(root: int) -> list[int]:
-    """Every process below `root`, by one look at /proc (the kernel's own list of children is optional)."""
+    """All descendants of `root`, from one pass over /proc (the kernel's list of children is optional)."""
     children: dict[int | None, list[int]] = {}
     for pid in _all_pids():
         children.setdefault(_parent_of(pid), []).append(pid)
@@ -58,7 +58,7 @@ def descendants(root: int) -> list[int]:
 
 
 def marked(variable: str, value: str) -> list[int]:
-    """Processes of ours that were started with this environment variable; a fork keeps it, so does exec."""
+    """Processes of this user that were started with this environment variable; fork and exec keep it."""
     needle = f"{variable}={value}".encode()
     return [pid for pid in _all_pids() if pid != os.getpid() and needle in _environment_of(pid)]
 
@@ -72,14 +72,14 @@ def _environment_of(pid: int) -> list[bytes]:
 
 
 def kill_each(pids: Iterable[int], number: signal.Signals = signal.SIGKILL) -> None:
-    """Signal each; one that is gone, or has become someone else's, is left alone."""
+    """Signal each process; ignores those that are gone or belong to another user."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
 def reap() -> Iterator[tuple[int, int]]:
-    """(pid, wait status) of each child that has ended; never waits."""
+    """(pid, wait status) of each child that has ended; does not wait."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -91,10 +91,10 @@ def reap() -> Iterator[tuple[int, int]]:
 
 
 def end_descendants(seconds: float = 10.0, spare: Collection[int] = ()) -> list[int]:
-    """SIGKILL everything below this process and reap it; returns what would not end in time.
+    """SIGKILL and reap all descendants of this process; returns those that did not end in time.
 
-    Each round finds the children of those killed in the last one: they have become ours.
-    Only for a subreaper whose children are all of one launch, but for `spare` and what these have started.
+    Each round finds the children of those killed in the previous one, which this process has inherited.
+    Only for a subreaper whose children all belong to one launch, except `spare` and their descendants.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -109,7 +109,7 @@ def end_descendants(seconds: float = 10.0, spare: Collection[int] = ()) -> list[
 
 
 def end_marked(variable: str, value: str, seconds: float = 5.0) -> list[int]:
-    """SIGKILL every process with this mark; returns what would not end in time (zombies don't count)."""
+    """SIGKILL every process with this variable; returns those that did not end in time, without zombies."""
     deadline = time.monotonic() + seconds
     while True:
         left = marked(variable, value)

@@ -47,7 +47,7 @@ class _Program:
 
 
 def run_target(target: Target, before: Callable[[], None], control: RankControl | None) -> None:
-    """Run it to its end. Whatever leaves here is for the interpreter's own top level to handle."""
+    """Run it to its end. Exceptions that leave this function are for the interpreter's top level."""
     try:
         _prepare_path(target)
         _without_traceback(before)
@@ -55,13 +55,13 @@ def run_target(target: Target, before: Callable[[], None], control: RankControl 
         sys.argv[0] = program.file if target.is_module else target.name
         try:
             exec(program.code, _fresh_main(program).__dict__)
-        finally:  # the work is done: a Ctrl-C that comes now could only make the interpreter's own end noisy
+        finally:  # the work is done: a Ctrl-C now would only print a traceback of the interpreter's exit
             signal.signal(signal.SIGINT, signal.SIG_IGN)
     except SystemExit:
         raise
     except KeyboardInterrupt as error:
         _report(error, control)
-        sys.excepthook = _say_nothing  # reported; the interpreter still dies of SIGINT as it should
+        sys.excepthook = _print_nothing  # it is reported; the interpreter still ends by SIGINT
         raise
     except BaseException as error:
         _report(error, control)
@@ -72,7 +72,7 @@ def _prepare_path(target: Target) -> None:
     first = os.getcwd() if target.is_module else os.path.dirname(os.path.realpath(target.name))
     if not sys.flags.safe_path:
         sys.path.insert(0, first)
-    sys.path_importer_cache.clear()  # folders may have changed since the fork server looked
+    sys.path_importer_cache.clear()  # folders may have changed since the fork server read them
     sys.argv = ["-m" if target.is_module else target.name, *target.args]
 
 
@@ -120,11 +120,11 @@ def _fresh_main(program: _Program) -> ModuleType:
 
 
 def _report(error: BaseException, control: RankControl | None) -> None:
-    """Tell the launcher, which shows it; on stderr only where the launcher can't be told."""
+    """Send the error to the launcher, which shows it; print it if that fails or the script has its own excepthook."""
     when = time.monotonic()
     trace = _without_our_frames(error.__traceback__)
     error.__traceback__ = trace
-    told = control is not None and control.send_within(
+    is_sent = control is not None and control.send_within(
         _REPORT_SECONDS,
         "failed",
         time=when,
@@ -135,7 +135,7 @@ def _report(error: BaseException, control: RankControl | None) -> None:
         error=_wire(cause) if (cause := _communication_error(error)) is not None else None,
         culprit=culprit_of(error),
     )
-    if not told or sys.excepthook is not sys.__excepthook__:
+    if not is_sent or sys.excepthook is not sys.__excepthook__:
         sys.excepthook(type(error), error, trace)
 
 
@@ -148,12 +148,12 @@ def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # a __str__ of the user's may itself fail
+    except Exception:  # the user's __str__ may fail too
         return "<no message: its __str__ failed>"
 
 
 def _communication_error(error: BaseException) -> CommunicationError | None:
-    """What a peer did to this rank, if nothing else went wrong here: also inside task groups, and behind `from`."""
+    """The CommunicationError behind an error, through groups and `from`; None if anything else went wrong here."""
     if isinstance(error, BaseExceptionGroup):
         found = [_communication_error(each) for each in error.exceptions]
         return None if None in found else found[0]
@@ -167,7 +167,7 @@ def _wire(error: CommunicationError) -> dict[str, Any]:
 
 
 def _shortened(text: str, limit: int) -> str:
-    """The end matters most: the innermost frames and the message."""
+    """Keeps the end: the innermost frames and the message matter most."""
     text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= limit else f"... {len(text) - limit} characters left out ...\n{text[-limit:]}"
 
@@ -179,5 +179,5 @@ def _without_traceback(hook: Callable[[], None]) -> None:
         raise error.with_traceback(None) from None
 
 
-def _say_nothing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _print_nothing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     pass

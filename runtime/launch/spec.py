@@ -1,10 +1,11 @@
-"""What a launch is told, how it ended, and its first act: starting the fork server. No event loop here."""
+"""A launch's settings and result, and the start of its fork server. No asyncio: its import would delay that start."""
 
 from __future__ import annotations
 
 import importlib.machinery
 import math
 import os
+import re
 import signal
 import sys
 from collections.abc import Mapping
@@ -16,7 +17,6 @@ from runtime.errors import LaunchError
 from runtime.launch.failures import Failure, render, render_interrupted
 from runtime.launch.fork_client import HOME, ForkClient
 from runtime.launch.fork_server import Job
-from runtime.launch.output import open_logs
 from runtime.launch.script import Target
 
 RUN_ID = "PARALLEL3D_RUN_ID"
@@ -24,18 +24,18 @@ RUN_ID = "PARALLEL3D_RUN_ID"
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """All that a launch is told."""
+    """Settings of a launch."""
 
     target: Target
     num_ranks: int
     preload: tuple[str, ...] = ()
-    """Modules that are imported once, before the ranks are forked."""
+    """Modules to import once, before the ranks are forked."""
     before_script: str | None = None
     """`module:function`, called in each rank before the script runs."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Added to this process's own environment."""
+    """Added to this process's environment."""
     interrupt_grace: float = 10.0
-    """Seconds that ranks have to end after one Ctrl-C."""
+    """Seconds for ranks to end after one Ctrl-C."""
     start_timeout: float = 120.0
     """Seconds from the start until the last rank is forked."""
     log_dir: Path | None = None
@@ -43,10 +43,10 @@ class LaunchSpec:
     only: frozenset[int] | None = None
     """Ranks shown on the console; None: all."""
     stdout_to_stderr: bool = False
-    """What ranks print is not the launcher's own data."""
+    """Show the ranks' stdout on stderr: stdout is for the launcher's own data."""
 
     def check(self) -> None:
-        """Raise LaunchError that says what is wrong, before a process starts."""
+        """Raise LaunchError if a setting is wrong, before a process starts."""
         if self.num_ranks < 1:
             raise LaunchError(f"-n {self.num_ranks}: at least one rank is needed")
         if not math.isfinite(self.interrupt_grace) or self.interrupt_grace < 0:
@@ -65,10 +65,42 @@ class LaunchSpec:
 
 
 def _is_importable(top: str) -> bool:
-    """As `python -m` finds it: from the current folder too, and by finders of packages installed for editing."""
+    """As for `python -m`: also from the current folder, and by the finders of editable installs."""
     if importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None:
         return True
     return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)
+
+
+def parse_ranks(text: str, num_ranks: int) -> frozenset[int]:
+    """The ranks in a list such as `0,3-5`."""
+    ranks: set[int] = set()
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part, re.ASCII)
+        if found is None:
+            raise LaunchError(f"--only {text!r} is not a list of ranks such as 0 or 0,3-5")
+        first, last = int(found[1]), int(found[2] or found[1])
+        if last < first:
+            raise LaunchError(f"--only {text!r}: {part.strip()} runs backwards")
+        if last >= num_ranks:
+            whole = f"the last of {num_ranks} is {num_ranks - 1}"
+            raise LaunchError(f"--only {text!r}: there is no rank {last}; {whole}")
+        ranks.update(range(first, last + 1))
+    return frozenset(ranks)
+
+
+def open_logs(folder: Path, num_ranks: int) -> list[int]:
+    """Descriptors of one empty log file per rank."""
+    fds: list[int] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for rank in range(num_ranks):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+            fds.append(os.open(folder / f"rank{rank}.log", flags, 0o666))
+    except OSError as error:
+        for fd in fds:
+            os.close(fd)
+        raise LaunchError(f"log files can't be written in {folder}: {error.strerror} ({error.filename})") from error
+    return fds
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +109,14 @@ class LaunchResult:
 
     run_id: str
     exit_code: int
-    """0, or the root failure's, or 128 + n when signal n interrupted the launch."""
+    """0, or the root failure's, or 128 + n if signal n interrupted the launch."""
     root: Failure | None
     failures: tuple[Failure, ...]
     interrupted_by: signal.Signals | None
 
     @property
     def report(self) -> str:
-        """For people: the root failure first; empty when all went well."""
+        """Text for people, with the root failure first; empty if no rank failed."""
         if self.interrupted_by is not None:
             return render_interrupted(self.interrupted_by, self.failures)
         return render(self.root, self.failures) if self.root else ""
@@ -92,38 +124,38 @@ class LaunchResult:
 
 @dataclass(frozen=True, slots=True)
 class WarmServer:
-    """A fork server that is busy importing and does not know yet what for."""
+    """A fork server that is importing and has no job yet."""
 
     run_id: str
     server: ForkClient
 
     def discard(self) -> None:
-        """It was not needed."""
+        """End it unused."""
         self.server.close()
         self.server.wait(10.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A launch whose fork server is busy importing."""
+    """A launch whose fork server is importing."""
 
     spec: LaunchSpec
     run_id: str
     server: ForkClient
     logs: tuple[int, ...]
-    """One file a rank, or none."""
+    """One log file per rank, or none."""
     store: int
-    """The file behind the ranks' rendezvous: in memory, so that nothing of it can stay."""
+    """The file of the ranks' rendezvous: in memory, so that nothing is left behind."""
 
 
 def prepare(spec: LaunchSpec) -> tuple[int, ...]:
-    """Find everything wrong with the input before a process starts; returns the opened log files."""
+    """Check the settings and open the log files, before a process starts."""
     spec.check()
     return tuple(open_logs(spec.log_dir, spec.num_ranks)) if spec.log_dir else ()
 
 
 def warm_up(num_ranks: int, preload: tuple[str, ...], environment: Mapping[str, str]) -> WarmServer:
-    """Start the fork server: it takes the longest, so before all else."""
+    """Start the fork server: first, because it takes the longest."""
     run_id = os.urandom(4).hex()
     environment = {**environment, RUN_ID: run_id}
     # libgomp reads it once, when torch is loaded.
@@ -132,7 +164,7 @@ def warm_up(num_ranks: int, preload: tuple[str, ...], environment: Mapping[str, 
 
 
 def start(spec: LaunchSpec, logs: tuple[int, ...], warm: WarmServer | None = None) -> Started:
-    """Tell a fork server, `warm` or a new one, what to run."""
+    """Give a fork server, `warm` or a new one, its job."""
     try:
         if warm is None:
             warm = warm_up(spec.num_ranks, spec.preload, {**os.environ, **spec.environment})

@@ -16,10 +16,10 @@ from runtime.errors import Coords
 from runtime.launch.failures import Failure, Report, describe_exit, find_root, shell_code
 
 STOP_GRACE_SECONDS = 5.0
-# A rank's PeerLost may reach us before the exception that made its peer leave; stopping that peer at
-# once would lose the only report that matters.
+# A rank's PeerLost may arrive before the exception that made its peer leave; stopping that peer at once would
+# lose the root failure's report.
 SETTLE_SECONDS = 2.0
-KILL_SECONDS = 10.0  # only a process stuck inside the kernel outlives SIGKILL; we don't wait for it for ever
+KILL_SECONDS = 10.0  # only a process stuck in the kernel outlives SIGKILL; don't wait for it forever
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class RankStarted:
 
 @dataclass(frozen=True, slots=True)
 class RankPlaced:
-    """A rank told where it sits in the mesh."""
+    """A rank reported its coordinates in the mesh."""
 
     rank: int
     coords: Coords
@@ -42,7 +42,7 @@ class RankPlaced:
 
 @dataclass(frozen=True, slots=True)
 class RankFailed:
-    """A rank told of its uncaught exception; its end will follow."""
+    """A rank reported an uncaught exception; its end will follow."""
 
     rank: int
     report: Report
@@ -52,7 +52,7 @@ class RankFailed:
 class RankEnded:
     rank: int
     code: int
-    """Minus the signal's number when one killed it."""
+    """Minus the signal's number if one killed it."""
     time: float
 
 
@@ -79,7 +79,7 @@ class Signal:
     ranks: tuple[int, ...]
     signal: signal.Signals
     whole_group: bool
-    """Also the processes that the rank has started itself."""
+    """Also processes that the rank started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class _Rank:
 
 
 class Supervisor:
-    """The life of one launch."""
+    """The state machine of one launch."""
 
     def __init__(self, num_ranks: int, interrupt_grace: float = 10.0) -> None:
         self._ranks = [_Rank() for _ in range(num_ranks)]
@@ -135,7 +135,7 @@ class Supervisor:
         self.interrupted_by: signal.Signals | None = None
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
-        """Take one event in at CLOCK_MONOTONIC `now`; the instructions are to be carried out in order."""
+        """Handle an event at CLOCK_MONOTONIC `now`. The instructions must be carried out in order."""
         if self.phase is Phase.DONE:
             return []
         self._now = now
@@ -146,12 +146,12 @@ class Supervisor:
         return instructions
 
     def failures(self) -> list[Failure]:
-        """Every rank that did not end well, in order of rank."""
+        """All failed ranks, in order."""
         found = (self._failure(number, rank) for number, rank in enumerate(self._ranks))
         return [failure for failure in found if failure is not None]
 
     def exit_code(self) -> int:
-        """The launch's own: the interrupting signal's, else the root failure's, else 0."""
+        """The launch's exit code: the interrupting signal's, else the root failure's, else 0."""
         if self.interrupted_by is not None:
             return 128 + self.interrupted_by
         root = find_root(self.failures())
@@ -195,7 +195,7 @@ class Supervisor:
 
     def _stop(self) -> Iterator[Instruction]:
         self.phase = Phase.STOPPING
-        # One that has reported is on its way out already, and may be running its atexit hooks.
+        # A rank that has reported an error is ending already, and may be running its atexit hooks.
         yield from self._signal(signal.SIGTERM, [n for n in self._alive() if self._ranks[n].report is None])
         yield self._set_timer(STOP_GRACE_SECONDS)
 
@@ -204,7 +204,7 @@ class Supervisor:
             self.phase, self.interrupted_by = Phase.INTERRUPTED, number
             yield from self._signal(signal.SIGINT, self._alive(), whole_group=False)
             yield self._set_timer(self._interrupt_grace)
-        elif number == signal.SIGINT:  # a hang-up often comes twice, from the kernel and from the shell
+        elif number == signal.SIGINT:  # SIGHUP often arrives twice, from the kernel and from the shell
             yield from self._kill()
 
     def _time_is_up(self) -> Iterator[Instruction]:
@@ -257,7 +257,7 @@ class Supervisor:
         )
 
     def _came_after_stop(self, rank: _Rank, end: RankEnded) -> bool:
-        """Signalled by us before it failed; a signal that we did not send is the rank's own failure."""
+        """Whether it failed after the launcher signalled it; death by any other signal is its own failure."""
         if rank.asked_to_stop_at is None or (end.code < 0 and -end.code not in rank.signals):
             return False
         return rank.report is None or rank.report.time >= rank.asked_to_stop_at

@@ -43,7 +43,7 @@ from tests.support.bad_frames import HTTP, client_hello, frames, why_refused
 from tests.support.gradient_problem import Size
 from tests.support.gradient_run import PLAIN, TOKEN, Applied, Process, Run, Stepped
 from tests.support.processes import SECONDS
-from tests.support.strangers import Stranger
+from tests.support.raw_client import RawClient
 
 pytestmark = pytest.mark.slow
 
@@ -112,12 +112,12 @@ BEFORE_JOIN = {
 }
 
 
-def test_what_strangers_say_is_refused_and_counted():
+def test_bytes_that_are_no_frames_are_refused_and_counted():
     with run_beside() as run:
         for name, (data, _) in BEFORE_JOIN.items():
-            with Stranger(run.settings.port) as stranger:
-                stranger.send(data)
-                stranger.hear_all()  # it hangs up by itself
+            with RawClient(run.settings.port) as client:
+                client.send(data)
+                client.hear_all()  # it hangs up by itself
                 assert run.servers[0].figures().connections["none"] == 0, name
         expected = Counter(str(reason) for _, reason in BEFORE_JOIN.values())
         assert run.servers[0].figures().rejected == expected
@@ -133,11 +133,11 @@ def test_generated_frames_are_refused_and_counted(number):
         while some := list(itertools.islice(generated, AT_ONCE)):
             sent.update(str(reason) for data in some if (reason := why_refused(data)) is not None)
             with ExitStack() as stack:
-                strangers = [stack.enter_context(Stranger(run.settings.port)) for _ in some]
-                for stranger, data in zip(strangers, some, strict=True):
-                    stranger.send(data)
-                for stranger in strangers:
-                    stranger.end()
+                clients = [stack.enter_context(RawClient(run.settings.port)) for _ in some]
+                for client, data in zip(clients, some, strict=True):
+                    client.send(data)
+                for client in clients:
+                    client.end()
         assert sum(sent.values()) > number // 2
         assert run.servers[0].figures().rejected == sent
 
@@ -146,9 +146,9 @@ def test_half_a_header_and_silence_is_dropped_at_the_deadline():
     with run_beside(join_seconds=2.0) as run:
         begun = time.monotonic()
         with (
-            Stranger(run.settings.port) as silent,
-            Stranger(run.settings.port) as half,
-            Stranger(run.settings.port) as hello,
+            RawClient(run.settings.port) as silent,
+            RawClient(run.settings.port) as half,
+            RawClient(run.settings.port) as hello,
         ):
             half.send(b"\0\0")
             hello.send(HELLO)
@@ -159,11 +159,11 @@ def test_half_a_header_and_silence_is_dropped_at_the_deadline():
 
 
 def test_who_says_a_byte_now_and_then_is_dropped_at_the_deadline_too():
-    with run_beside(join_seconds=2.0) as run, Stranger(run.settings.port) as stranger:
-        stranger.socket.settimeout(0.2)
+    with run_beside(join_seconds=2.0) as run, RawClient(run.settings.port) as client:
+        client.socket.settimeout(0.2)
         for byte in itertools.cycle(framed(b"\x20" + bytes(1000))):
             try:
-                if not stranger.socket.send(bytes([byte])) or not stranger.socket.recv(100):
+                if not client.socket.send(bytes([byte])) or not client.socket.recv(100):
                     break
             except TimeoutError:
                 continue
@@ -178,8 +178,8 @@ def test_who_says_a_byte_now_and_then_is_dropped_at_the_deadline_too():
 def test_a_wrong_token_opens_nothing_and_takes_nobodys_place():
     with run_beside() as run:
         for name in ("a", "nobody"):  # one that is there, and one that is not
-            with Stranger(run.settings.port) as stranger:
-                answer = stranger.ask_to_join(name, NOBODY)
+            with RawClient(run.settings.port) as client:
+                answer = client.ask_to_join(name, NOBODY)
                 assert isinstance(answer, Refused)
                 assert answer.reason == "bad_token"
         found = run.servers[0].figures()
@@ -189,11 +189,11 @@ def test_a_wrong_token_opens_nothing_and_takes_nobodys_place():
 
 def test_a_join_that_was_recorded_opens_nothing():
     with run_beside() as run:
-        with Stranger(run.settings.port) as good:
+        with RawClient(run.settings.port) as good:
             assert isinstance(good.ask_to_join("c", TOKEN), Welcome)
             recorded = good.said
         run.servers[0].until(lambda _: run.servers[0].figures().workers == 2)
-        with Stranger(run.settings.port) as replayed:
+        with RawClient(run.settings.port) as replayed:
             replayed.send(recorded)
             answer = replayed.hear()
             assert isinstance(answer, Refused)
@@ -287,7 +287,7 @@ def test_what_workers_may_not_say_is_refused_and_counted():
     with run_beside(policy="go on") as run:
         server = run.servers[0]
         for name, (make, reason) in AFTER_JOIN.items():
-            with Stranger(run.settings.port) as worker:
+            with RawClient(run.settings.port) as worker:
                 share = worker.join(name, TOKEN)
                 for message in make(share):
                     worker.send(message)
@@ -301,7 +301,7 @@ def test_what_workers_may_not_say_ends_the_run_where_that_is_the_policy(name, ki
     make, reason = AFTER_JOIN[name]
     with Run(1, size=SIZE, policy="halt") as run:
         server, workers = run.start({"a": PLAIN})
-        with Stranger(run.settings.port) as worker:
+        with RawClient(run.settings.port) as worker:
             for message in make(worker.join("culprit", TOKEN)):
                 worker.send(message)
             worker.hear_all()

@@ -436,7 +436,7 @@ def test_gradients_that_are_not_finite_halt_the_run(processes, folder):
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
-        (("--bind", "0.0.0.0:0"), 3, "others than this host can reach it, so it takes a token. Give --token-file."),
+        (("--bind", "0.0.0.0:0"), 3, "other hosts can reach it, so it needs a token. Give --token-file."),
         (("--bind", "nonsense:x"), 3, "--bind 'nonsense:x' is no address"),
         (("--samples", "1"), 3, "samples = 1: at least 2."),
         (("--tls-cert", "a.pem"), 3, "--tls-cert and --tls-key belong together"),

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
-from runtime.gradient_server.wire.auth import Admission, JoinsSeen, check_node_id
-from runtime.gradient_server.wire.frame_reader import FrameReader, Side
+from runtime.gradient_server.wire.auth import SeenNonces, ServerHandshake, check_node_id
+from runtime.gradient_server.wire.frames import FrameReader, Side
 from runtime.gradient_server.wire.messages import LAYOUTS, Hello, JoinRequest, Proof, Reason, WireError, encode
 from tests.support.wire_examples import GOLDEN
 
@@ -53,14 +53,14 @@ def drawn(draw: st.DrawFn) -> bytes:
 
 def why_refused(data: bytes) -> Reason | None:
     """What the server says of a connection that begins with this, in a run of version 2. None: nothing, if it ends."""
-    reader, admission = FrameReader(Side.SERVER), Admission(b"another token", JoinsSeen())
+    reader, handshake = FrameReader(Side.SERVER), ServerHandshake(b"another token", SeenNonces())
     try:
         for item in reader.feed(data):
             match item:
                 case Hello():
-                    admission.challenge(item)
+                    handshake.challenge(item)
                 case Proof():
-                    admission.check(item)
+                    handshake.check(item)
                 case JoinRequest():
                     check_node_id(item.node_id)
                     return Reason.VERSION_REFUSED

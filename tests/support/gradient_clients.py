@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy
 
-from runtime.gradient_server.wire.auth import Application
+from runtime.gradient_server.wire.auth import WorkerHandshake
 from runtime.gradient_server.wire.chunks import make_chunk
-from runtime.gradient_server.wire.frame_reader import VectorBegins, VectorEnds, VectorPiece
+from runtime.gradient_server.wire.frames import VectorBegins, VectorEnds, VectorPiece
 from runtime.gradient_server.wire.link import Link, connect
 from runtime.gradient_server.wire.messages import (
     AverageDone,
@@ -68,8 +68,8 @@ def gradient_v1(step, worker, values, loss=0.0, correct=0, total=0) -> bytes:
 
 def block_v1(step, worker, number, num_blocks, values, sizes=None) -> bytes:
     sizes = [len(values)] if sizes is None else sizes
-    told = struct.pack("<QIII", step, worker, number, num_blocks), struct.pack(f"<I{len(sizes)}I", len(sizes), *sizes)
-    return frame(8, *told, vector(values))
+    head = struct.pack("<QIII", step, worker, number, num_blocks), struct.pack(f"<I{len(sizes)}I", len(sizes), *sizes)
+    return frame(8, *head, vector(values))
 
 
 def component_v1(step, worker, number, values) -> bytes:
@@ -170,7 +170,7 @@ class ClientV2:
     """Keeps what comes in a queue: messages, and chunks as (chunk, bytes)."""
 
     def __init__(self, node_id: str, token: bytes, step: int, has_state: bool) -> None:
-        self.application = Application(token, node_id, step=step, has_state=has_state)
+        self.handshake = WorkerHandshake(token, node_id, step=step, has_state=has_state)
         self.link: Link
         self.incoming: asyncio.Queue[Any] = asyncio.Queue()
         self.welcome: Welcome | None = None
@@ -184,13 +184,13 @@ class ClientV2:
     ) -> ClientV2:
         client = cls(node_id, token, step, has_state)
         await client.connect(address, tls=tls)
-        client.send(client.application.hello)
+        client.send(client.handshake.hello)
         answer = await client.read()
         if isinstance(answer, Challenge):
-            client.send(client.application.prove(answer))
+            client.send(client.handshake.prove(answer))
             answer = await client.read()
         if isinstance(answer, Welcome):
-            client.application.check(answer)
+            client.handshake.check(answer)
             client.welcome = answer
         else:
             assert isinstance(answer, Refused)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy
 
-from runtime.gradient_server.client.turn import ShareChanged
+from runtime.gradient_server.client.protocol import ShareChanged
 from runtime.gradient_server.client.worker import GradientClient
 from runtime.gradient_server.server import GradientServer, StepRecord
 from runtime.gradient_server.settings import GradientServerSettings
@@ -197,7 +197,7 @@ class _Holds:
 
 
 class Process(Rank):
-    """One of them, and all that it has said: heard at once, as nobody shall wait for us."""
+    """A process of the run and all of its messages, read at once so that it never waits for the test."""
 
     def __init__(self, news: threading.Condition, main: Callable[..., Any], *args: object) -> None:
         """news: where to say that there are some."""
@@ -302,7 +302,7 @@ class Process(Rank):
 
 
 class Run:
-    """A server's port, and whoever has been started around it; all are gone at the end of the `with`."""
+    """A server's port and all processes started for it; they have ended at the end of the `with`."""
 
     def __init__(self, num_workers: int, *, samples: int = 13, size: Size = USUAL, **settings: Any) -> None:
         quick = {"heartbeat_seconds": 0.5, "timeout_seconds": 10.0, "join_seconds": SECONDS, "chunk_bytes": 65_536}
@@ -351,9 +351,9 @@ class Run:
             assert self._news.wait_for(is_so, SECONDS)
 
     def finish(self, began_with: str | None = None) -> Checked:
-        """Wait for whoever is still there to end in order, then check all that was said.
+        """Wait for the remaining processes to end normally, then check all of their messages.
 
-        began_with: whose weights were everybody's first ones, if that worker has not lived to apply a step.
+        began_with: the worker whose initial weights all took, if it ended before it applied a step.
         """
         for process in (*(each[-1] for each in self.workers.values()), self.servers[-1]):
             assert process.ends() in (0, -signal.SIGKILL)

@@ -7,13 +7,13 @@ from contextlib import asynccontextmanager
 from functools import wraps
 
 import pytest
-import uvloop
 
 from runtime.gradient_server.server import GradientServer, GradientServerSettings
 from runtime.gradient_server.wire.messages import (
     Assignment,
     StateWanted,
 )
+from runtime.loop import run_on_uvloop
 from tests.support.gradient_clients import (
     SECONDS,
     ClientV1,
@@ -26,24 +26,23 @@ TOKEN = b"a token of sixteen bytes"
 
 
 def on_uvloop(test):
-    """As in earnest: every test, to its end, or broken off."""
+    """Run an async test on uvloop, as in production, with a deadline."""
 
     @wraps(test)
     def run(*args, **keywords):
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(asyncio.wait_for(test(*args, **keywords), 3 * SECONDS))
+        run_on_uvloop(asyncio.wait_for(test(*args, **keywords), 3 * SECONDS))
 
     return run
 
 
 async def until(is_so):
     async with asyncio.timeout(SECONDS):
-        while not is_so():  # noqa: ASYNC110 - what the server has noticed it tells nobody
+        while not is_so():  # noqa: ASYNC110 - the server has no event for it
             await asyncio.sleep(0.001)
 
 
 class Run:
-    """A server and what it has told."""
+    """A server and its step records."""
 
     def __init__(self, server: GradientServer, records: list) -> None:
         self.server, self.records, self.address = server, records, server.address
@@ -77,7 +76,7 @@ async def joined_v1(run, count=2):
 
 
 async def assigned_v1(run, count=2):
-    """All have joined, and were told their samples."""
+    """All have joined and got their shares."""
     clients = await joined_v1(run, count)
     for client in clients:
         assert (await client.read())[:2] == ("assignment", 0)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy
 
-from runtime.gradient_server.wire.auth import Admission, JoinsSeen
-from runtime.gradient_server.wire.frame_reader import Item, VectorBegins, VectorEnds, VectorPiece
+from runtime.gradient_server.wire.auth import SeenNonces, ServerHandshake
+from runtime.gradient_server.wire.frames import Item, VectorBegins, VectorEnds, VectorPiece
 from runtime.gradient_server.wire.link import Link, serve
 from runtime.gradient_server.wire.messages import (
     Beat,
@@ -48,7 +48,7 @@ class ScriptedLink:
 
     def __init__(self, link: Link, server: ScriptedServer) -> None:
         self._link, self._server = link, server
-        self._admission = Admission(server.token, server.seen)
+        self._handshake = ServerHandshake(server.token, server.seen)
         self.hello: Hello | None = None
         self._items: asyncio.Queue[Message | bytes] = asyncio.Queue()
         self._chunk = bytearray()
@@ -62,10 +62,10 @@ class ScriptedLink:
                     self.send(self._server.refusal)
                     self._link.close()
                     return
-                self.send(self._admission.challenge(item))
+                self.send(self._handshake.challenge(item))
             case Proof():
                 try:
-                    self.hello, mac = self._admission.check(item)
+                    self.hello, mac = self._handshake.check(item)
                 except WireError as error:
                     self.send(Refused(error.reason, error.detail))
                     self._link.close()
@@ -160,7 +160,7 @@ class ScriptedServer:
         port: int = 0,
     ) -> None:
         self.token, self.codec, self.beat_ms, self.timeout_ms = token, codec, beat_ms, timeout_ms
-        self.seen = JoinsSeen()
+        self.seen = SeenNonces()
         self.refusal: Refused | None = None
         """What joins are answered with."""
         self.with_welcome: list[Message] = []

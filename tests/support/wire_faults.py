@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from runtime.gradient_server.wire.frame_reader import FrameReader, Item, VectorBegins, VectorEnds, VectorPiece
+from runtime.gradient_server.wire.frames import FrameReader, Item, VectorBegins, VectorEnds, VectorPiece
 from runtime.gradient_server.wire.link import Link
 from runtime.gradient_server.wire.messages import LAYOUTS, Kind, decode
 from tests.support.ranks import Tell

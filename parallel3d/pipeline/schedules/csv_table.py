@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from monitoring.text import printable
 from parallel3d.pipeline.schedules.actions import Action, Kind, parse_actions
 from parallel3d.pipeline.schedules.limits import CSV_PREFIX
 from parallel3d.pipeline.schedules.steps import in_steps
@@ -103,7 +104,7 @@ class _Sheet:
 
 def _shown(text: str) -> str:
     """A cell's text, short and harmless to a terminal; a dot where the rank waits."""
-    text = "".join(letter if letter.isprintable() else "?" for letter in text.strip()) or "."
+    text = printable(text.strip()) or "."
     return text if len(text) <= _LONGEST_CELL else f"{text[: _LONGEST_CELL - 1]}…"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
+from monitoring.text import printable
 from parallel3d.reports.drawing.palette import THEMES
 from parallel3d.reports.drawing.svg import SANS
 
@@ -31,8 +32,7 @@ def html_page(title: str, body: str, style: str = "") -> str:
 
 def safe(text: str) -> str:
     """Escaped, and without control characters, which XML does not allow and nobody wants to see."""
-    shown = (char if char == "\n" or char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
-    return escape("".join(shown))
+    return escape(printable(text, instead="\N{REPLACEMENT CHARACTER}", keep="\n"))
 
 
 def html_table(head: Iterable[str], rows: Iterable[Iterable[str]], caption: str = "") -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil, floor, log10
 
+from monitoring.text import printable
 from parallel3d.pipeline.schedules.table import Table
 from parallel3d.pipeline.simulation.outcome import Simulation
 
@@ -33,7 +34,7 @@ def show_bytes(size: int) -> str:
 
 def plain(text: str) -> str:
     """Without what a terminal obeys or XML refuses, and not too long: the end of a path says most."""
-    text = "".join(letter if letter.isprintable() else "?" for letter in text)
+    text = printable(text)
     return text if len(text) <= _LONGEST_NAME else f"…{text[1 - _LONGEST_NAME :]}"
 
 

@@ -1,1 +1,1 @@
-"""A worker of the gradient server: its connection, its turn, its retries."""
+"""A worker of the gradient server: its protocol, its connection, its retries."""

@@ -1,4 +1,4 @@
-"""Parts of a gradient or a state as raw memory: cut into chunks going out, put together from pieces coming in."""
+"""Parts of a gradient or a state as raw memory: cut into chunks to send, reassembled from received chunks."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import NamedTuple
 
 import numpy
 
-from runtime.gradient_server.wire.frame_reader import VectorBegins
+from runtime.gradient_server.wire.frames import VectorBegins
 from runtime.gradient_server.wire.messages import MAX_CHUNK, Chunk, Dtype, Part, Reason, Table, WireError
 
 
 class RawPart(NamedTuple):
-    """Elements of one dtype, where they lie."""
+    """Elements of one dtype, in the caller's memory."""
 
     dtype: Dtype
     data: memoryview
-    """Bytes. Writable where they come in."""
+    """Bytes; writable for parts that are received."""
 
     @property
     def row(self) -> Part:
-        """As a table has it."""
+        """Its row in a table."""
         return Part(self.dtype, self.data.nbytes // self.dtype.num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What one chunk carries."""
+    """The elements of one chunk."""
 
     offset: int
     count: int
@@ -35,12 +35,12 @@ class Slice:
 
 
 def rows(parts: Sequence[RawPart]) -> tuple[Part, ...]:
-    """The table of these parts."""
+    """The rows of these parts in a table."""
     return tuple(part.row for part in parts)
 
 
 def slices(part: RawPart, chunk_bytes: int) -> Iterator[Slice]:
-    """A part in order, so many bytes at a time at most."""
+    """A part cut into slices of at most `chunk_bytes`, in order."""
     size = part.dtype.num_bytes
     most = max(1, min(chunk_bytes, MAX_CHUNK) // size)
     count = part.data.nbytes // size
@@ -50,7 +50,7 @@ def slices(part: RawPart, chunk_bytes: int) -> Iterator[Slice]:
 
 
 def room_for(table: Table) -> list[RawPart]:
-    """New memory for what a table announces, which the system gives only as it is written to. Raises WireError."""
+    """New memory for a table's parts; the system provides its pages as they are written to. Raises WireError."""
     try:
         return [RawPart(part.dtype, _room(part.count * part.dtype.num_bytes)) for part in table.parts]
     except (MemoryError, ValueError):
@@ -62,7 +62,7 @@ def _room(num_bytes: int) -> memoryview:
 
 
 class Incoming:
-    """Chunks that come, each part's in order, until all of the table is there."""
+    """Reassembles the parts of a table from chunks, which arrive in order for each part."""
 
     def __init__(self, table: Table, homes: Sequence[RawPart]) -> None:
         if rows(homes) != table.parts:
@@ -71,15 +71,15 @@ class Incoming:
             )
         self.table, self.homes = table, homes
         self._filled = [0] * len(homes)
-        """Elements of each part that are there."""
+        """How many elements of each part have arrived."""
 
     def fits(self, chunk: Chunk) -> bool:
-        """Whether the chunk belongs to this."""
+        """Whether the chunk belongs to this table."""
         table = self.table
         return (chunk.kind, chunk.step, chunk.attempt) == (table.kind, table.step, table.attempt)
 
     def begin(self, begins: VectorBegins) -> memoryview:
-        """Where the bytes of a chunk, which are next, belong."""
+        """The memory for the bytes of the chunk that begins. Raises WireError if it is not the part's next one."""
         chunk = begins.head
         assert isinstance(chunk, Chunk)
         if chunk.part >= len(self.homes):
@@ -89,13 +89,13 @@ class Incoming:
         if chunk.offset != filled or end > home.row.count or (chunk.count and begins.item_bytes != size):
             raise WireError(
                 Reason.WRONG_LENGTH,
-                f"{begins.num_bytes} bytes for elements {chunk.offset} to {end} of part {chunk.part}, of which "
-                f"{filled} of {home.row.count} are there.",
+                f"{begins.num_bytes} bytes for elements {chunk.offset} to {end} of part {chunk.part}, which "
+                f"has {filled} of {home.row.count} so far.",
             )
         return home.data[chunk.offset * size : end * size]
 
     def end(self, chunk: Chunk) -> None:
-        """The chunk was whole, and its checksum right."""
+        """The chunk is complete, and its checksum right."""
         self._filled[chunk.part] += chunk.count
 
     @property

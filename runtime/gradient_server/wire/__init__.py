@@ -1,1 +1,1 @@
-"""The gradient server's protocol: frames, messages of versions 1 and 2, and who may join."""
+"""The gradient server's protocol: messages of versions 1 and 2, frames, links and the join handshake."""

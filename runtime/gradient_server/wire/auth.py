@@ -1,8 +1,8 @@
-"""Who may join a gradient server: both ends prove that they know the run's token, and never send it. Sans-io.
+"""The join handshake: worker and server prove that they know the run's token without sending it. Sans-io.
 
 worker                          server
 Hello(nonce, node_id, …)   →                       nonce: the worker's, 16 bytes
-                           ←    Challenge(nonce)   the server's, 32 bytes, of this connection alone
+                           ←    Challenge(nonce)   the server's, 32 bytes, used for this connection only
 Proof(HMAC)                →                       over "worker", the server's nonce and the whole Hello
                            ←    Welcome(HMAC)      over "server" and the same
 """
@@ -11,61 +11,51 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import secrets
-import stat
 
+from monitoring.http import tokens
 from runtime.errors import ConfigError
 from runtime.gradient_server.wire.messages import VERSION, Challenge, Hello, Proof, Reason, Welcome, WireError, encode
 
-LEAST_TOKEN_BYTES = 16
-_MOST_TOKEN_BYTES = 4096
-_REMEMBERED = 4096  # joins: more than workers come back in a run, in half a MiB
+_REMEMBERED = 4096  # nonces, in half a MiB: more than there are joins in a run
 _MOST_NAME_CHARACTERS = 255
-_REMEDY = "Write a new one: (umask 077; openssl rand -hex 24 > FILE)"
 
 
 def read_token(path: str) -> bytes:
-    """The token that a file holds. ConfigError where it cannot be read, is one to be guessed, or is open to all."""
+    """The token in a file. Raises ConfigError if it cannot be read, is too short, or every user can read it."""
     try:
-        with open(path, "rb") as file:
-            is_open_to_all = os.fstat(file.fileno()).st_mode & stat.S_IROTH
-            token = file.read(_MOST_TOKEN_BYTES + 1).strip()
+        return tokens.read_token(path, is_private=True)
     except OSError as error:
         raise ConfigError(f"{path}: the token can't be read: {error.strerror}.") from error
-    if is_open_to_all:
-        raise ConfigError(f"{path}: everybody on this host can read the token. chmod 600 {path}")
-    if not LEAST_TOKEN_BYTES <= len(token) <= _MOST_TOKEN_BYTES:
-        size = f"{LEAST_TOKEN_BYTES} to {_MOST_TOKEN_BYTES} bytes"
-        raise ConfigError(f"{path}: a token has {size}, and this one has {len(token)}. {_REMEDY}")
-    return token
+    except tokens.UnusableToken as error:
+        raise ConfigError(f"{path}: {error} {error.remedy}") from error
 
 
 def worker_proof(token: bytes, server_nonce: bytes, hello: Hello) -> bytes:
-    """What a worker answers to a challenge."""
+    """The MAC with which a worker answers a challenge."""
     return _mac(token, b"worker", server_nonce, hello)
 
 
 def server_proof(token: bytes, server_nonce: bytes, hello: Hello) -> bytes:
-    """What a server shows in its welcome."""
+    """The MAC in the server's welcome."""
     return _mac(token, b"server", server_nonce, hello)
 
 
 def _mac(token: bytes, who: bytes, server_nonce: bytes, hello: Hello) -> bytes:
-    """Label and nonce have a fixed size, so that no two inputs are the same bytes."""
-    said = b"parallel3d gradient " + who + server_nonce + encode(hello)
-    return hmac.digest(token, said, hashlib.sha256)
+    """Label and nonce have fixed sizes, so different inputs never give the same bytes."""
+    data = b"parallel3d gradient " + who + server_nonce + encode(hello)
+    return hmac.digest(token, data, hashlib.sha256)
 
 
 def check_node_id(node_id: str) -> None:
-    """That it can be shown in logs and errors, of either version. WireError: bad_text."""
+    """Raise WireError (bad_text) unless the name can be shown in logs and errors."""
     if not node_id.isprintable() or not 1 <= len(node_id) <= _MOST_NAME_CHARACTERS:
         size = f"1 to {_MOST_NAME_CHARACTERS} printable characters"
         raise WireError(Reason.BAD_TEXT, f"{node_id[:40]!r} is no name for a worker, which has {size}.")
 
 
-class JoinsSeen:
-    """Workers' nonces of joins that were proven: of all connections of a server, and the oldest are forgotten."""
+class SeenNonces:
+    """The workers' nonces of successful joins to a server; the oldest are forgotten."""
 
     def __init__(self, most: int = _REMEMBERED) -> None:
         self._most = most
@@ -80,16 +70,16 @@ class JoinsSeen:
             del self._nonces[next(iter(self._nonces))]
 
 
-class Admission:
-    """The server's side of one connection's join; its challenge is good for one proof."""
+class ServerHandshake:
+    """The server's side of one connection's join. A challenge is valid for one proof."""
 
-    def __init__(self, token: bytes, seen: JoinsSeen) -> None:
+    def __init__(self, token: bytes, seen: SeenNonces) -> None:
         self._token, self._seen = token, seen
         self._hello: Hello | None = None
         self._nonce: bytes | None = None
 
     def challenge(self, hello: Hello) -> Challenge:
-        """The answer to a worker's first words. WireError: version_refused, bad_text, already_joined, replayed."""
+        """The answer to Hello. WireError: version_refused, bad_text, already_joined, replayed."""
         check_node_id(hello.node_id)
         if hello.version != VERSION:
             raise WireError(Reason.VERSION_REFUSED, f"{hello.node_id!r} speaks {hello.version}, this server {VERSION}.")
@@ -101,7 +91,7 @@ class Admission:
         return Challenge(self._nonce)
 
     def check(self, proof: Proof) -> tuple[Hello, bytes]:
-        """Who has joined, and the mac of its Welcome. WireError: not_joined, replayed, bad_token."""
+        """(Hello of the worker that joined, MAC of its Welcome). WireError: not_joined, replayed, bad_token."""
         hello, nonce, self._nonce = self._hello, self._nonce, None
         if hello is None:
             raise WireError(Reason.NOT_JOINED, "Proof before Hello.")
@@ -113,13 +103,13 @@ class Admission:
         return hello, server_proof(self._token, nonce, hello)
 
 
-class Application:
+class WorkerHandshake:
     """The worker's side of one connection's join."""
 
     def __init__(self, token: bytes, node_id: str, *, step: int = 0, has_state: bool = False) -> None:
         self._token, self._nonce = token, b""
         self.hello = Hello(VERSION, node_id, secrets.token_bytes(16), step, has_state)
-        """To be sent first."""
+        """The first message to send."""
 
     def prove(self, challenge: Challenge) -> Proof:
         """The answer to the server's challenge."""
@@ -129,7 +119,7 @@ class Application:
         return Proof(worker_proof(self._token, challenge.nonce, self.hello))
 
     def check(self, welcome: Welcome) -> None:
-        """That the server knows the token too. WireError: bad_token."""
+        """Raise WireError (bad_token) unless the server knows the token too."""
         expected = server_proof(self._token, self._nonce, self.hello) if self._nonce else b""
         if not hmac.compare_digest(welcome.mac, expected):
             raise WireError(Reason.BAD_TOKEN, "the server has another token than this worker.")

@@ -1,4 +1,4 @@
-"""A chunk's elements: their checksum, and packing and unpacking with a hard cap."""
+"""A chunk's elements: checksum, packing, and unpacking with a limit."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from runtime.gradient_server.wire.refusals import Reason, WireError
 from runtime.gradient_server.wire.v2 import MAX_CHUNK, Chunk, Codec, Kind
 
 ITEM_BYTES = (1, 2, 4, 8)
-"""Sizes that elements have."""
-_LEVEL = 1  # gradients hardly pack any smaller with more work
+"""Possible sizes of an element."""
+_LEVEL = 1  # higher levels hardly make gradients smaller
 
 
 def checksum(data: Bytes | bytearray) -> int:
-    """Of a chunk's elements, unpacked."""
+    """The checksum of a chunk's unpacked elements."""
     return xxhash.xxh3_64_intdigest(data)
 
 
@@ -31,7 +31,7 @@ def make_chunk(
     offset: int,
     codec: Codec = Codec.NONE,
 ) -> Chunk:
-    """A chunk of these `count` elements; packed only where that makes it smaller. Not copied where it is not packed."""
+    """A chunk of these `count` elements, packed only if that makes it smaller; otherwise a view of `data`."""
     digest = checksum(data)
     if codec is Codec.ZLIB:
         packed = zlib.compress(data, _LEVEL)
@@ -41,7 +41,7 @@ def make_chunk(
 
 
 def item_bytes(count: int, num_bytes: int) -> int:
-    """The size of an element where `count` of them are so many bytes. 0 where there are none."""
+    """The size of an element if `count` elements take `num_bytes`; 0 if there are none."""
     if num_bytes > MAX_CHUNK:
         raise WireError(Reason.TOO_LONG, f"a chunk of {num_bytes} bytes, of at most {MAX_CHUNK}.")
     if count == 0 and num_bytes == 0:
@@ -52,7 +52,7 @@ def item_bytes(count: int, num_bytes: int) -> int:
 
 
 def unpack(packed: Bytes | bytearray, count: int) -> bytes:
-    """The elements, never more than `count` of the largest can be, nor than a chunk may hold."""
+    """The unpacked elements; never more bytes than `count` elements of the largest size, or than a chunk may hold."""
     cap = min(count * ITEM_BYTES[-1], MAX_CHUNK)
     unpacking = zlib.decompressobj()
     try:

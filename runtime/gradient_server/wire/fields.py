@@ -1,4 +1,4 @@
-"""What messages of the gradient server are made of: fields as bytes, and how they lie in a frame."""
+"""Fields of the gradient server's messages: how they are encoded, and their layout in a frame."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FloatArray: TypeAlias = numpy.ndarray[Any, numpy.dtype[numpy.float32]]
 
 
 class Source:
-    """Bytes of one frame, taken from the front."""
+    """A cursor over the bytes of one frame."""
 
     __slots__ = ("at", "data")
 
@@ -36,24 +36,24 @@ class Step(Protocol):
     """One field of a message, or several numbers in a row."""
 
     def put(self, values: Sequence[Any]) -> Iterable[Bytes]:
-        """As bytes; long ones as memoryviews, which nobody copies."""
+        """Encode; long values become memoryviews, which are not copied."""
 
     def take(self, source: Source) -> Sequence[Any]:
-        """The values that begin the source. Nothing in them refers to its memory."""
+        """Decode the next values of the source. They do not refer to its memory."""
 
     def span(self, data: Bytes | bytearray, at: int) -> int:
-        """How many bytes it takes from `at`, as far as these bytes tell; without those of a streamed vector."""
+        """The size in bytes from `at`, as far as `data` shows it; without the elements of a streamed vector."""
 
 
 class Number(NamedTuple):
-    """A number of fixed size, little-endian, or a name for one."""
+    """A little-endian number of fixed size; convert: makes an enum or a bool of it."""
 
     code: str
     convert: Callable[[int], Any] | None = None
 
 
 class Numbers:
-    """Numbers in a row: one `struct`."""
+    """Consecutive numbers, encoded by one `struct`."""
 
     def __init__(self, numbers: Sequence[Number]) -> None:
         self._struct = struct.Struct("<" + "".join(number.code for number in numbers))
@@ -62,7 +62,7 @@ class Numbers:
     def put(self, values: Sequence[Any]) -> Iterable[Bytes]:
         try:
             return (self._struct.pack(*values),)
-        except OverflowError:  # a float that float32 has no number for
+        except OverflowError:  # a float beyond float32's range: it becomes infinite
             return (self._struct.pack(*(_single(value) for value in values)),)
 
     def take(self, source: Source) -> Sequence[Any]:
@@ -91,7 +91,7 @@ class TextField:
     """u32 length, UTF-8."""
 
     def put(self, values: Sequence[str]) -> Iterable[Bytes]:
-        data = values[0].encode(errors="replace")  # a lone surrogate, as names of hosts and files may have
+        data = values[0].encode(errors="replace")  # lone surrogates, which host and file names may contain
         return _U32.pack(len(data)), data
 
     def take(self, source: Source) -> Sequence[Any]:
@@ -107,7 +107,7 @@ class TextField:
 
 
 class RawField:
-    """So many bytes as they are."""
+    """A fixed number of raw bytes."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -156,7 +156,7 @@ class VectorField:
 
 
 class RestField:
-    """All that is left of the frame: streamed by a `FrameReader`."""
+    """The rest of the frame: streamed by a `FrameReader`."""
 
     def put(self, values: Sequence[Bytes]) -> Iterable[Bytes]:
         data = memoryview(values[0])
@@ -214,7 +214,7 @@ class VectorMessage:
 
 
 class Layout:
-    """How one message lies in its frame, after the tag: read from the annotations of its class."""
+    """The layout of one message in its frame, after the tag; derived from the annotations of its class."""
 
     def __init__(self, tag: int, kind: type[Any]) -> None:
         hints = get_type_hints(kind, include_extras=True)
@@ -223,10 +223,10 @@ class Layout:
         self.steps = _steps(named)
         streamed = [i for i, (_, step) in enumerate(self.steps) if isinstance(step, VectorField | RestField)]
         self.streamed = streamed[0] if streamed else None
-        """Index of the step whose bytes are handed on as they come."""
+        """Index of the step whose bytes are passed on as they arrive; None without one."""
         tail = self.steps[streamed[0] + 1 :] if streamed else ()
         self.tail_bytes = sum(step.span(b"", 0) for _, step in tail)
-        """After a streamed vector only numbers come."""
+        """Bytes after a streamed vector: only numbers follow one."""
         self.no_tail = [0 for names, _ in tail for _ in names]
 
     def put(self, message: Any) -> list[Bytes]:
@@ -234,7 +234,7 @@ class Layout:
         return [piece for names, step in self.steps for piece in step.put([getattr(message, name) for name in names])]
 
     def take(self, source: Source) -> Any:
-        """The message that these bytes are, all of them."""
+        """The message in these bytes, which must be used up."""
         values: list[Any] = []
         for _, step in self.steps:
             values += step.take(source)
@@ -243,14 +243,14 @@ class Layout:
         return self.kind(*values)
 
     def head_bytes(self, held: Bytes | bytearray, at: int) -> int:
-        """Where a streamed vector begins, as far as is known: at least, until so many bytes are held."""
+        """Where the streamed vector begins; a lower bound until that many bytes are held."""
         assert self.streamed is not None
         for _, step in self.steps[: self.streamed + 1]:
             at += step.span(held, at)
         return at
 
     def take_head(self, held: bytes) -> tuple[list[Any], int | None]:
-        """The values before a streamed vector, and how many elements it has, where it says so itself."""
+        """The values before the streamed vector, and its number of elements if the frame contains it."""
         assert self.streamed is not None
         source, values = Source(memoryview(held), 1), list[Any]()
         for _, step in self.steps[: self.streamed]:
@@ -258,7 +258,7 @@ class Layout:
         return values, _U64.unpack(source.take(8))[0] if source.at < len(held) else None
 
     def with_tail(self, head: Any, held: bytes) -> Any:
-        """The message with the values that came after its vector."""
+        """The message with the values that follow its vector."""
         assert self.streamed is not None
         cut = self.streamed + 1
         source, values = (

@@ -1,4 +1,4 @@
-"""One connection of the gradient server or a worker: frames in as they come, bytes out without copying, TLS or not."""
+"""One TCP or TLS connection between worker and server: items in, bytes out without copying."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ from collections.abc import Callable, Collection
 from typing import TypeAlias, cast
 
 from runtime.errors import InvalidCall, Parallel3DError
-from runtime.gradient_server.wire.frame_reader import FrameReader, Item
-from runtime.gradient_server.wire.frame_rules import Side
+from runtime.gradient_server.wire.frames import FrameReader, Item, Side
 from runtime.gradient_server.wire.messages import DEFAULT_PORT, MAX_CHUNK, Bytes, WireError
 
 BUDGET_BYTES = 1 << 20
-"""Of what waits to be sent; `drain` holds the writer back while there is more."""
+"""Unsent bytes above which `drain` waits."""
 _HEAD_BYTES = 4096
-"""Where a vector may begin: hardly more than its head, so that the vector itself is received where it belongs. (With
-TLS it is copied anyway, and what is left in small pieces when a connection breaks may be lost.)"""
+"""Received at once where a vector may begin: little more than its head, so that the vector itself is received in place.
+(With TLS it is copied anyway, and bytes left in small pieces may be lost when a connection breaks.)"""
 RECEIVE_BYTES = MAX_CHUNK + _HEAD_BYTES
-"""A whole chunk, and the head of the next: hardly more stays in the processor's cache."""
+"""A whole chunk and the head of the next one, which still fit the processor's cache."""
 CLOSE_SECONDS = 5.0
-"""For a peer to take the last words, and to hang up itself."""
+"""Time for a peer to read our last bytes and to close its end."""
 HANDSHAKE_SECONDS = 10.0
 _BACKLOG = 1024
 _ADDRESS = re.compile(r"(?:\[(?P<bracketed>[^][]+)\]|(?P<host>[^][:\s]+))(?::(?P<port>\d{1,5}))?")
 
 
 class LinkLost(Parallel3DError, ConnectionError):
-    """The peer is gone, or nobody was there. `is_mid_frame`: in the midst of a message."""
+    """The peer is gone, or did not answer. `is_mid_frame`: within a message."""
 
     def __init__(self, message: str, *, is_mid_frame: bool = False) -> None:
         super().__init__(message)
@@ -38,7 +37,7 @@ class LinkLost(Parallel3DError, ConnectionError):
 
 
 class ReceiveBuffer:
-    """Where bytes arrive: one for all links of an event loop, as each link uses up at once what came."""
+    """Where bytes are received: one for all links of an event loop, since each link consumes its bytes at once."""
 
     def __init__(self, num_bytes: int = RECEIVE_BYTES) -> None:
         self.view = memoryview(bytearray(num_bytes))
@@ -46,7 +45,7 @@ class ReceiveBuffer:
 
 OnLink: TypeAlias = Callable[["Link"], None]
 OnItem: TypeAlias = Callable[[Item], memoryview | None]
-"""May give, for a vector that begins, memory which all of its bytes are to be received into; no pieces come then."""
+"""For a vector that begins, may return memory to receive all of its bytes into; it yields no pieces then."""
 
 
 class Link(asyncio.BufferedProtocol):
@@ -60,31 +59,31 @@ class Link(asyncio.BufferedProtocol):
         budget: int = BUDGET_BYTES,
         most_ahead: int = RECEIVE_BYTES,
     ) -> None:
-        """most_ahead: bytes that may be received at once before it is known what they are."""
+        """most_ahead: bytes received at once while it is unknown what they are."""
         self.on_item: OnItem = _ignore
-        """Called with each item; what a piece refers to is gone when it returns. A WireError that it raises counts as
-        one of the reader's; any other exception is a bug: the link is aborted."""
+        """Called with each item; a piece's memory is valid only during the call. A WireError that it raises is handled
+        like one of the reader's; any other exception is a bug, and aborts the link."""
         self.on_lost: Callable[[Exception | None], None] = _ignore
-        """Called once. None: we closed it. WireError: what it writes to the link is still sent, then it is closed."""
+        """Called once. None: closed by this end. WireError: what it writes is still sent before the link closes."""
         self.peer = ""
         self.bytes_in = 0
         self.last_heard = time.monotonic()
         self._reader, self._buffer, self._on_link, self._budget = reader, buffer, on_link, budget
         self._most_ahead = most_ahead
         self._is_in_place = False
-        """Whether bytes are received where they belong, and not in the buffer."""
+        """Whether bytes are being received in place, not in the buffer."""
         self._transport: asyncio.Transport | None = None
         self._written = 0
-        self._unsent = 0  # what waited when it was lost
-        self._is_paused = self._is_closing = self._is_told = False
+        self._unsent = 0  # unsent bytes when the link was lost
+        self._is_paused = self._is_closing = self._is_reported = False
         self._room = asyncio.Event()
         self._room.set()
         self._gone = asyncio.Event()
-        self._hurry: asyncio.TimerHandle | None = None
+        self._close_timer: asyncio.TimerHandle | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether what is written may still arrive."""
+        """Whether written bytes may still arrive."""
         return self._transport is not None and not self._is_closing and not self._transport.is_closing()
 
     @property
@@ -94,35 +93,35 @@ class Link(asyncio.BufferedProtocol):
 
     @property
     def bytes_waiting(self) -> int:
-        """Written, not yet sent; 0 once the connection is gone."""
-        transport = self._transport  # once: metrics ask from another thread
+        """Bytes written and not yet sent; 0 once the connection is gone."""
+        transport = self._transport  # read once, since metrics call this from another thread
         return 0 if transport is None else transport.get_write_buffer_size()
 
     @property
     def bytes_out(self) -> int:
-        """Sent: handed to the operating system."""
+        """Bytes handed to the operating system."""
         return max(0, self._written - self._unsent - self.bytes_waiting)
 
     def joined(self, version: int) -> None:
-        """Take this version's frames from now on, the next one in this very buffer included."""
+        """Accept this version's frames from now on, also in what is already received."""
         self._reader.joined(version)
 
     def write(self, *parts: Bytes) -> None:
-        """Send these after all that waits. Views are not copied: their memory must stay as it is until they are
-        sent. On a link that is lost they are dropped, and `drain` says so."""
+        """Send these after all unsent bytes. Views are not copied: their memory must not change until it is sent. On a
+        lost link they are dropped; `drain` raises then."""
         if self._transport is None or self._is_closing or self._transport.is_closing():
             return
         self._written += sum(len(part) for part in parts)
         self._transport.writelines(parts)
 
     async def drain(self) -> None:
-        """Return when less than the budget waits. LinkLost when the link is gone, or closed by us."""
+        """Wait until less than the budget is unsent. Raises LinkLost if the link is gone or closed."""
         await self._room.wait()
         if not self.is_open:
             raise LinkLost(f"{self.peer}: the connection is gone.", is_mid_frame=self._reader.is_mid_frame)
 
     def pause(self) -> None:
-        """Read no more for now: the peer is held back. Items of what was read already may still come."""
+        """Stop reading, which slows the peer down. Items of bytes received before may still follow."""
         if self.is_open and not self._is_paused and self._transport is not None:
             self._is_paused = True
             self._transport.pause_reading()
@@ -134,36 +133,36 @@ class Link(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def close(self) -> None:
-        """Send what waits, then hang up; what still comes is thrown away. The peer has some seconds for that.
+        """Send all unsent bytes, then close; what still arrives is ignored. The peer has CLOSE_SECONDS for that.
 
-        Closing at once, with bytes of the peer's unread, would make the kernel throw away our last words.
+        If the socket were closed with unread bytes, the kernel would reset the connection and drop our last bytes.
         """
         if self._transport is None or self._is_closing:
             return
         self._is_closing = True
         self._room.set()
         self.resume()
-        self._hurry_up()
+        self._start_close_timer()
         if self._transport.can_write_eof() and not self._transport.is_closing():
             self._transport.write_eof()
         else:
             self._transport.close()
 
     def abort(self) -> None:
-        """Hang up now; what waits is dropped."""
+        """Close now; unsent bytes are dropped."""
         self._is_closing = True
         if self._transport is not None:
             self._transport.abort()
 
-    def _hurry_up(self) -> None:
-        if self._hurry is None and self._transport is not None:
-            self._hurry = asyncio.get_running_loop().call_later(CLOSE_SECONDS, self._transport.abort)
+    def _start_close_timer(self) -> None:
+        if self._close_timer is None and self._transport is not None:
+            self._close_timer = asyncio.get_running_loop().call_later(CLOSE_SECONDS, self._transport.abort)
 
     async def closed(self) -> None:
         """Return when the connection is gone."""
         await self._gone.wait()
 
-    # What the event loop calls.
+    # Called by the event loop.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -178,7 +177,7 @@ class Link(asyncio.BufferedProtocol):
         self._is_in_place = room is not None
         if room is not None:
             return room
-        begin = self._reader.num_split  # what is split begins there, so that elements are aligned in memory
+        begin = self._reader.num_split  # a split element is put there, so that elements stay aligned
         return self._buffer.view[begin : begin + max(self._most_ahead, self._reader.num_wanted)]
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -206,12 +205,12 @@ class Link(asyncio.BufferedProtocol):
 
     def _end(self, error: Exception, hang_up: Callable[[], None]) -> None:
         try:
-            self._tell(error)
+            self._report(error)
         finally:
             hang_up()
 
     def eof_received(self) -> bool:
-        self._hurry_up()  # it may have stopped reading too
+        self._start_close_timer()  # it may have stopped reading too
         return False
 
     def pause_writing(self) -> None:
@@ -221,22 +220,22 @@ class Link(asyncio.BufferedProtocol):
         self._room.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._hurry is not None:
-            self._hurry.cancel()
+        if self._close_timer is not None:
+            self._close_timer.cancel()
         self._unsent, self._transport = self.bytes_waiting, None
         self._room.set()
         self._gone.set()
-        self._tell(None if self._is_closing else self._loss(exc))
+        self._report(None if self._is_closing else self._loss(exc))
 
     def _loss(self, exc: Exception | None) -> LinkLost:
         how = "the connection broke" if exc is not None else "it hung up"
-        when = " in the midst of a message" if self._reader.is_mid_frame else ""
+        when = " within a message" if self._reader.is_mid_frame else ""
         why = f": {exc}" if exc is not None else ""
         return LinkLost(f"{self.peer}: {how}{when}{why}.", is_mid_frame=self._reader.is_mid_frame)
 
-    def _tell(self, error: Exception | None) -> None:
-        if not self._is_told:
-            self._is_told = True
+    def _report(self, error: Exception | None) -> None:
+        if not self._is_reported:
+            self._is_reported = True
             self.on_lost(error)
 
 
@@ -249,7 +248,7 @@ async def connect(
     buffer: ReceiveBuffer | None = None,
     budget: int = BUDGET_BYTES,
 ) -> Link:
-    """A worker's link to the server at HOST[:PORT]. LinkLost where there is none within so many seconds."""
+    """A worker's link to the server at HOST[:PORT]. Raises LinkLost if it does not answer within `timeout` seconds."""
     host, port = split_address(address)
     shared, most_ahead = buffer or ReceiveBuffer(), _most_ahead(tls)
     try:
@@ -265,7 +264,7 @@ async def connect(
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Of HOST:PORT, [HOST]:PORT or HOST."""
+    """(host, port) of HOST:PORT, [HOST]:PORT or HOST."""
     found = _ADDRESS.fullmatch(address)
     port = int(found["port"] or DEFAULT_PORT) if found else 0
     if found is None or not 0 < port < 65_536:
@@ -282,7 +281,7 @@ async def serve(
     buffer: ReceiveBuffer | None = None,
     budget: int = BUDGET_BYTES,
 ) -> asyncio.Server:
-    """Give each connection that comes, after its TLS handshake, to `on_link`. All share one buffer."""
+    """Call `on_link` with each new connection, after its TLS handshake. All share one buffer."""
     shared, most_ahead = buffer or ReceiveBuffer(), _most_ahead(tls)
     return await asyncio.get_running_loop().create_server(
         lambda: Link(FrameReader(Side.SERVER, versions=versions), shared, on_link, budget, most_ahead),
@@ -302,7 +301,7 @@ def _ignore(_: object) -> None:
 
 
 def _name(address: object) -> str:
-    """As a URL has it; a socket that has no address has no name either."""
+    """HOST:PORT as in a URL."""
     if isinstance(address, tuple) and len(address) >= 2:
         host, port = address[:2]
         return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"

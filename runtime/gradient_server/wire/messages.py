@@ -118,7 +118,7 @@ __all__ = [
 DEFAULT_PORT = 9000
 LENGTH_BYTES = 4
 MAX_SMALL = 64 * 1024
-"""Bytes of a message that is held whole: all but tables and those with a vector."""
+"""Largest message that is held whole: all except tables and messages with a vector."""
 MAX_TABLE = 1 << 20
 
 Message: TypeAlias = MessageV1 | MessageV2
@@ -129,17 +129,17 @@ MAX_FRAME = {tag: MAX_SMALL if layout.streamed is None else MAX_FRAME_V1 for tag
     0x27: MAX_TABLE,
     0x28: MAX_FRAME_V2,
 }
-"""By tag: the most bytes that a frame may have after its length."""
+"""By tag: the most bytes of a frame after its length."""
 _BY_KIND = {layout.kind: layout for layout in LAYOUTS.values()}
 
 
 def encode(message: Message) -> bytes:
-    """The whole frame. Long vectors are copied: `encode_parts` is for them."""
+    """The whole frame. Copies vectors; `encode_parts` does not."""
     return b"".join(encode_parts(message))
 
 
 def encode_parts(message: Message) -> list[Bytes]:
-    """The whole frame in pieces, of which a vector or payload is a view of the message's own memory."""
+    """The whole frame in pieces; a vector or payload is a view of the message's memory."""
     layout = _BY_KIND[type(message)]
     pieces = [bytes([layout.tag]), *layout.put(message)]
     length = sum(len(piece) for piece in pieces)
@@ -151,7 +151,7 @@ def encode_parts(message: Message) -> list[Bytes]:
 
 
 def _joined(pieces: list[Bytes]) -> list[Bytes]:
-    """With neighbours that are small made one; views stay views."""
+    """Adjacent bytes objects joined; views stay views."""
     merged: list[Bytes] = []
     for piece in pieces:
         if merged and isinstance(piece, bytes) and isinstance(merged[-1], bytes):
@@ -162,7 +162,7 @@ def _joined(pieces: list[Bytes]) -> list[Bytes]:
 
 
 def decode(body: Bytes) -> Message:
-    """The message in a frame without its length. Refers to nothing of the body's memory."""
+    """The message in a frame without its length. Does not refer to the body's memory."""
     if not len(body):
         raise WireError(Reason.EMPTY)
     tag = body[0]

@@ -1,4 +1,4 @@
-"""Why a gradient server or a worker refuses what its peer sent."""
+"""Reasons for which a gradient server or a worker refuses what its peer sent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from runtime.errors import Parallel3DError
 
 
 class Reason(StrEnum):
-    """Why a frame, a join or a gradient was refused: a metric's label, and what `Refused` carries."""
+    """Why a frame, a join or a gradient was refused. A metric's label, and part of `Refused` on the wire."""
 
     TOO_LONG = "too_long"
     EMPTY = "empty"
@@ -70,16 +70,16 @@ REASONS: dict[str, str] = {
     Reason.TOO_SLOW: "did not come in time",
     Reason.OVER_BUDGET: "more memory than a connection may have",
 }
-"""What each means, to say before the detail."""
+"""What each means; comes before the detail in messages."""
 
 
 class WireError(Parallel3DError):
-    """What a peer sent is refused. `reason` is counted; `detail` is for people."""
+    """What a peer sent is refused. `reason` is counted in metrics; `detail` is for people."""
 
     def __init__(self, reason: Reason, detail: str = "") -> None:
         super().__init__(reason, detail)
         self.reason, self.detail = reason, detail
 
     def __str__(self) -> str:
-        said = f"{self.reason}: {REASONS[self.reason]}"
-        return f"{said}: {self.detail}" if self.detail else f"{said}."
+        text = f"{self.reason}: {REASONS[self.reason]}"
+        return f"{text}: {self.detail}" if self.detail else f"{text}."

@@ -1,4 +1,4 @@
-"""Messages of the gradient server's protocol, version 1: as its existing workers have them, byte for byte."""
+"""Messages of protocol version 1, byte for byte as existing workers send and expect them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_FRAME_V1 = 100_000_000
 
 
 class Component(IntEnum):
-    """A model's parameters that are in no block."""
+    """Parameters of a model outside of its blocks."""
 
     LM_HEAD = 0
     FINAL_NORM = 1
@@ -71,7 +71,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """From a worker: it leaves. From the server: it is over."""
+    """From a worker: it leaves. From the server: the run is over."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Messages of the gradient server's protocol, version 2: chunks with checksums, and a join that proves the token.
+"""Messages of protocol version 2: chunks with checksums, and a join that proves knowledge of the token.
 
 worker: Hello  →  Challenge :server       Assignment ← server
         Proof  →  Welcome                 Table, Chunk …, GradientDone →
@@ -32,14 +32,14 @@ from runtime.gradient_server.wire.refusals import Reason, WireError
 
 VERSION = 2
 MAX_CHUNK = 1 << 20
-"""Bytes of a chunk's elements, unpacked."""
+"""Most bytes of a chunk's unpacked elements."""
 MAX_FRAME_V2 = MAX_CHUNK + 4096
 MAX_PARTS = 65_536
-"""Of a table."""
+"""Most parts of a table."""
 
 
 class Kind(IntEnum):
-    """What tables and chunks are of."""
+    """What a table or chunk belongs to."""
 
     GRADIENT = 0
     AVERAGE = 1
@@ -54,7 +54,7 @@ class Codec(IntEnum):
 
 
 class Dtype(IntEnum):
-    """A part's elements, little-endian."""
+    """The type of a part's elements, little-endian."""
 
     FLOAT32 = 0
     FLOAT64 = 1
@@ -69,12 +69,12 @@ class Dtype(IntEnum):
 
     @property
     def num_bytes(self) -> int:
-        """Of one element."""
+        """Bytes of one element."""
         return self.numpy.itemsize
 
     @property
     def numpy(self) -> numpy.dtype[Any]:
-        """As numpy has it; bfloat16, which it has not, as 16 bits."""
+        """The numpy dtype; uint16 for bfloat16, which numpy does not have."""
         return _NUMPY[self]
 
 
@@ -84,7 +84,7 @@ GRADIENT_DTYPES = frozenset({Dtype.FLOAT32, Dtype.FLOAT64, Dtype.FLOAT16, Dtype.
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One row of a table: so many elements."""
+    """One row of a table."""
 
     dtype: Dtype
     count: int
@@ -125,7 +125,7 @@ Parts: TypeAlias = Annotated[tuple[Part, ...], PartsField()]
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """step: the one it computes or waits for next. has_state: it has weights to go on from."""
+    """step: what the worker computes or waits for next. has_state: it has weights that a run can continue from."""
 
     version: U16
     node_id: Text
@@ -157,7 +157,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """reason: a key of REASONS, unless a newer server has more of them."""
+    """reason: a key of REASONS; a newer server may have more."""
 
     reason: Text
     detail: Text
@@ -182,7 +182,7 @@ class StateWanted:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What the chunks that follow are parts of. A state's attempt is the request it answers."""
+    """The parts whose chunks follow. For a state, `attempt` is the number of the request."""
 
     kind: KindField
     step: U64
@@ -190,16 +190,16 @@ class Table:
     parts: Parts
 
     def check(self) -> Table:
-        """Itself; gradients and averages are of floating point numbers."""
-        strange = [part.dtype for part in self.parts if part.dtype not in GRADIENT_DTYPES]
-        if self.kind is not Kind.STATE and strange:
-            raise WireError(Reason.BAD_DTYPE, f"{strange[0].name.lower()} in a table of {self.kind.name.lower()}s.")
+        """Returns itself. Raises WireError if a gradient or an average is not of floating point numbers."""
+        wrong = [part.dtype for part in self.parts if part.dtype not in GRADIENT_DTYPES]
+        if self.kind is not Kind.STATE and wrong:
+            raise WireError(Reason.BAD_DTYPE, f"{wrong[0].name.lower()} in a table of {self.kind.name.lower()}s.")
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """`count` elements of a part, from `offset` on. checksum: xxh3_64 of them, unpacked."""
+    """`count` elements of a part, from `offset` on. checksum: xxh3_64 of the unpacked elements."""
 
     kind: KindField
     step: U64
@@ -223,7 +223,7 @@ class GradientDone:
 
 @dataclass(frozen=True, slots=True)
 class AverageDone:
-    """seconds: from the step's first byte to its last average."""
+    """seconds: from the step's first gradient byte to its last average."""
 
     step: U64
     attempt: U32
@@ -235,7 +235,7 @@ class AverageDone:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """The sum was dropped: send the gradient that was kept again, as this attempt."""
+    """The sum was dropped: send the kept gradient again, as this attempt."""
 
     step: U64
     attempt: U32
@@ -249,7 +249,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """This end will send no more."""
+    """The sender of this will send nothing more."""
 
     reason: Text
 

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import ConfigError
-from runtime.gradient_server.wire.auth import Admission, Application, JoinsSeen, read_token, server_proof, worker_proof
+from runtime.gradient_server.wire.auth import (
+    SeenNonces,
+    ServerHandshake,
+    WorkerHandshake,
+    read_token,
+    server_proof,
+    worker_proof,
+)
 from runtime.gradient_server.wire.messages import (
     Challenge,
     Codec,
@@ -38,7 +45,7 @@ def refusal(error: pytest.ExceptionInfo[WireError]) -> Reason:
 
 @pytest.mark.parametrize("token", [TOKEN, b""], ids=["token", "no token on loopback"])
 def test_both_prove_that_they_know_the_token(token: bytes) -> None:
-    worker, server = Application(token, "n1", step=7, has_state=True), Admission(token, JoinsSeen())
+    worker, server = WorkerHandshake(token, "n1", step=7, has_state=True), ServerHandshake(token, SeenNonces())
     hello = decode(encode(worker.hello)[4:])
     assert isinstance(hello, Hello)
     assert (hello.version, hello.node_id, hello.step, hello.has_state) == (2, "n1", 7, True)
@@ -78,7 +85,7 @@ def test_a_proof_is_of_all_that_was_said() -> None:
 
 
 def test_another_token() -> None:
-    worker, server = Application(b"another-token-than-it", "n1"), Admission(TOKEN, JoinsSeen())
+    worker, server = WorkerHandshake(b"another-token-than-it", "n1"), ServerHandshake(TOKEN, SeenNonces())
     proof = worker.prove(server.challenge(worker.hello))
     with pytest.raises(WireError, match="'n1' has another token than this server") as error:
         server.check(proof)
@@ -87,7 +94,7 @@ def test_another_token() -> None:
 
 def test_no_second_guess() -> None:
     """A challenge is used up by a wrong proof too."""
-    worker, server = Application(TOKEN, "n1"), Admission(TOKEN, JoinsSeen())
+    worker, server = WorkerHandshake(TOKEN, "n1"), ServerHandshake(TOKEN, SeenNonces())
     proof = worker.prove(server.challenge(worker.hello))
     with pytest.raises(WireError) as error:
         server.check(Proof(bytes(32)))
@@ -98,7 +105,7 @@ def test_no_second_guess() -> None:
 
 
 def test_a_server_that_does_not_know_the_token() -> None:
-    worker, liar = Application(TOKEN, "n1"), Admission(b"a-guess-of-the-token", JoinsSeen())
+    worker, liar = WorkerHandshake(TOKEN, "n1"), ServerHandshake(b"a-guess-of-the-token", SeenNonces())
     proof = worker.prove(liar.challenge(worker.hello))
     for mac in (bytes(32), proof.mac, server_proof(b"", NONCE, worker.hello)):
         with pytest.raises(WireError, match="the server has another token") as error:
@@ -107,7 +114,7 @@ def test_a_server_that_does_not_know_the_token() -> None:
 
 
 def test_a_welcome_without_a_challenge() -> None:
-    worker = Application(b"", "n1")
+    worker = WorkerHandshake(b"", "n1")
     with pytest.raises(WireError) as error:
         worker.check(welcome(server_proof(b"", b"", worker.hello)))
     assert refusal(error) is Reason.BAD_TOKEN
@@ -115,18 +122,18 @@ def test_a_welcome_without_a_challenge() -> None:
 
 def test_a_replayed_join() -> None:
     """Whoever recorded a join, and sends it again on a connection of its own."""
-    seen = JoinsSeen()
-    worker, server = Application(TOKEN, "n1"), Admission(TOKEN, seen)
+    seen = SeenNonces()
+    worker, server = WorkerHandshake(TOKEN, "n1"), ServerHandshake(TOKEN, seen)
     proof = worker.prove(server.challenge(worker.hello))
     server.check(proof)
     with pytest.raises(WireError) as error:
         server.check(proof)
     assert refusal(error) is Reason.REPLAYED
     with pytest.raises(WireError, match="'n1' joined with this nonce before") as error:
-        Admission(TOKEN, seen).challenge(worker.hello)
+        ServerHandshake(TOKEN, seen).challenge(worker.hello)
     assert refusal(error) is Reason.REPLAYED
 
-    forgetful = Admission(TOKEN, JoinsSeen())  # a server that was started anew
+    forgetful = ServerHandshake(TOKEN, SeenNonces())  # a server that was started anew
     forgetful.challenge(worker.hello)
     with pytest.raises(WireError) as error:
         forgetful.check(proof)
@@ -134,9 +141,9 @@ def test_a_replayed_join() -> None:
 
 
 def test_two_connections_with_one_nonce() -> None:
-    seen = JoinsSeen()
-    worker = Application(TOKEN, "n1")
-    first, second = Admission(TOKEN, seen), Admission(TOKEN, seen)
+    seen = SeenNonces()
+    worker = WorkerHandshake(TOKEN, "n1")
+    first, second = ServerHandshake(TOKEN, seen), ServerHandshake(TOKEN, seen)
     one, other = first.challenge(worker.hello), second.challenge(worker.hello)
     first.check(Proof(worker_proof(TOKEN, one.nonce, worker.hello)))
     with pytest.raises(WireError) as error:
@@ -145,7 +152,7 @@ def test_two_connections_with_one_nonce() -> None:
 
 
 def test_the_order_of_a_join() -> None:
-    server = Admission(TOKEN, JoinsSeen())
+    server = ServerHandshake(TOKEN, SeenNonces())
     with pytest.raises(WireError) as error:
         server.check(Proof(bytes(32)))
     assert refusal(error) is Reason.NOT_JOINED
@@ -154,13 +161,13 @@ def test_the_order_of_a_join() -> None:
         server.challenge(HELLO)
     assert refusal(error) is Reason.ALREADY_JOINED
     with pytest.raises(WireError, match="'n1' speaks 3, this server 2") as error:
-        Admission(TOKEN, JoinsSeen()).challenge(replace(HELLO, version=3))
+        ServerHandshake(TOKEN, SeenNonces()).challenge(replace(HELLO, version=3))
     assert refusal(error) is Reason.VERSION_REFUSED
     for wrong in ("", "x" * 256, "a\nb"):
         with pytest.raises(WireError, match="is no name for a worker") as error:
-            Admission(TOKEN, JoinsSeen()).challenge(replace(HELLO, node_id=wrong))
+            ServerHandshake(TOKEN, SeenNonces()).challenge(replace(HELLO, node_id=wrong))
         assert refusal(error) is Reason.BAD_TEXT
-    worker = Application(TOKEN, "n1")
+    worker = WorkerHandshake(TOKEN, "n1")
     worker.prove(Challenge(NONCE))
     with pytest.raises(WireError) as error:
         worker.prove(Challenge(bytes(32)))
@@ -168,13 +175,13 @@ def test_the_order_of_a_join() -> None:
 
 
 def test_nonces_are_new_each_time() -> None:
-    seen = JoinsSeen()
-    assert len({Admission(TOKEN, seen).challenge(HELLO).nonce for _ in range(100)}) == 100
-    assert len({Application(TOKEN, "n1").hello.nonce for _ in range(100)}) == 100
+    seen = SeenNonces()
+    assert len({ServerHandshake(TOKEN, seen).challenge(HELLO).nonce for _ in range(100)}) == 100
+    assert len({WorkerHandshake(TOKEN, "n1").hello.nonce for _ in range(100)}) == 100
 
 
 def test_only_so_many_joins_are_remembered() -> None:
-    seen = JoinsSeen(most=3)
+    seen = SeenNonces(most=3)
     for number in range(5):
         seen.add(bytes([number]))
     assert [bytes([number]) in seen for number in range(5)] == [False, False, True, True, True]
@@ -195,14 +202,14 @@ class TestTokenFiles:
         assert read_token(self.write(tmp_path, data, 0o640)) == TOKEN, "a group may be meant to"
 
     @pytest.mark.parametrize(
-        ("data", "size"), [(b"", 0), (b"x" * 15, 15), (b"x" * 15 + b"\n\n", 15), (b"x" * 9999, 4097)]
+        ("data", "size"), [(b"", 0), (b"x" * 15, 15), (b"x" * 15 + b"\n\n", 15), (b"x" * 99_999, 65_537)]
     )
     def test_one_to_be_guessed_or_no_token_at_all(self, tmp_path: Path, data: bytes, size: int) -> None:
         path = self.write(tmp_path, data)
         with pytest.raises(ConfigError) as error:
             read_token(path)
         assert str(error.value) == (
-            f"{path}: a token has 16 to 4096 bytes, and this one has {size}. "
+            f"{path}: a token has 16 to 65536 bytes, and this one has {size}. "
             "Write a new one: (umask 077; openssl rand -hex 24 > FILE)"
         )
 

@@ -13,8 +13,8 @@ import numpy
 import pytest
 
 from runtime.errors import InvalidCall, Mismatch, PeerLost
+from runtime.gradient_server.client.protocol import Average, ServerRefused, Share, ShareChanged
 from runtime.gradient_server.client.raw_parts import RawPart, room_for
-from runtime.gradient_server.client.turn import Average, ServerRefused, Share, ShareChanged
 from runtime.gradient_server.client.worker import GradientClient
 from runtime.gradient_server.wire.messages import (
     Again,
@@ -70,7 +70,7 @@ def average(link: ScriptedLink, step: int, attempt: int, *parts) -> None:
 async def until_heard(client: GradientClient, link: ScriptedLink, step: int) -> None:
     """All that was said so far."""
     link.send(StateWanted(step, 99))
-    while client._turn.wanted_state is None:  # noqa: ASYNC110
+    while client._protocol.wanted_state is None:  # noqa: ASYNC110
         await asyncio.sleep(0)
 
 
@@ -112,7 +112,9 @@ async def test_a_server_that_does_not_know_the_token_is_not_trusted(server, monk
     monkeypatch.setattr(
         "runtime.gradient_server.wire.auth.hmac.compare_digest", lambda given, expected: given == expected
     )
-    monkeypatch.setattr("tests.support.scripted_server.Admission.check", lambda self, proof: (self._hello, b"?" * 32))
+    monkeypatch.setattr(
+        "tests.support.scripted_server.ServerHandshake.check", lambda self, proof: (self._hello, b"?" * 32)
+    )
     with pytest.raises(PeerLost, match="is not the right one: bad_token"):
         await GradientClient(server.address, token=TOKEN).__aenter__()
 
@@ -309,7 +311,7 @@ async def test_calls_in_the_wrong_place(server):
         with pytest.raises(InvalidCall, match="the share of step 0 has no average yet"):
             await client.next_share()
         client.begin([part([1])], [part([0])])
-        with pytest.raises(InvalidCall, match="on its way already"):
+        with pytest.raises(InvalidCall, match="being sent already"):
             client.begin([part([1])], [part([0])])
         with pytest.raises(InvalidCall, match="entered once"):
             await client.__aenter__()
@@ -426,7 +428,7 @@ async def test_a_server_that_is_lost_right_after_each_join(server):
 async def test_after_an_average_nobody_waits(server, monkeypatch):
     waits = []
     monkeypatch.setattr(
-        "runtime.gradient_server.client.backoff.random.uniform", lambda least, most: waits.append(most) or 0.0
+        "runtime.gradient_server.client.worker.random.uniform", lambda least, most: waits.append(most) or 0.0
     )
     async with joined(server) as (client, link):
         averaging = await waiting_for_average(client, link)

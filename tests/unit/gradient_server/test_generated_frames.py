@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.gradient_server.wire.frame_reader import FrameReader, Side
+from runtime.gradient_server.wire.frames import FrameReader, Side
 from runtime.gradient_server.wire.messages import WireError
 from tests.support.bad_frames import drawn
 from tests.support.gradient_clients import ClientV1, ClientV2, gradient_v1

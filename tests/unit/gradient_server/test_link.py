@@ -20,7 +20,7 @@ import uvloop
 from monitoring.http.endpoint import tls_context
 from runtime.errors import InvalidCall, Parallel3DError
 from runtime.gradient_server.wire import link as link_module
-from runtime.gradient_server.wire.frame_reader import Item, VectorBegins, VectorEnds, VectorPiece
+from runtime.gradient_server.wire.frames import Item, VectorBegins, VectorEnds, VectorPiece
 from runtime.gradient_server.wire.link import BUDGET_BYTES, Link, LinkLost, ReceiveBuffer, connect, serve, split_address
 from runtime.gradient_server.wire.messages import (
     MAX_CHUNK,
@@ -369,7 +369,7 @@ def test_a_worker_lost_in_the_midst_of_a_frame(run: Run, tls: Tls) -> None:
             error = await server.until_lost()
             assert isinstance(error, LinkLost)
             assert error.is_mid_frame
-            assert "in the midst of a message" in str(error)
+            assert "within a message" in str(error)
             await worker.link.closed()
             assert worker.lost == [None]
             assert len(server.lost) == 1

@@ -55,7 +55,7 @@ async def test_a_worker_of_version_1_that_is_lost_in_a_frame_halts_the_run():
         assert await clients[0].read() == ("shutdown",)
         message = await run.failure(PeerLost)
         assert message.startswith("worker 1 (old-1) was lost at step 0: 127.0.0.1:")
-        assert message.endswith("it hung up in the midst of a message.")
+        assert message.endswith("it hung up within a message.")
 
 
 @on_uvloop
@@ -81,7 +81,7 @@ async def test_one_that_leaves_in_the_midst_of_its_blocks():
         clients[1].send(block_v1(0, 1, 1, 2, [1.0]))
         clients[1].leave()
         assert await clients[0].read() == ("shutdown",)
-        assert await run.failure(PeerLost) == "worker 1 (old-1) left at step 0, in the midst of its gradient"
+        assert await run.failure(PeerLost) == "worker 1 (old-1) left at step 0, while sending its gradient"
 
 
 @on_uvloop

@@ -233,7 +233,7 @@ def test_steps_long_past_are_not_made_again():
     game.fire()
     assert game.rounds.phase is Phase.GATHERING
     game.fire()
-    assert str(game.only(Finish).error) == "No worker that came within 60 s has the weights of step 3."
+    assert str(game.only(Finish).error) == "No worker that joined within 60 s has the weights of step 3."
 
 
 def test_who_has_the_weights_comes_in_the_end():

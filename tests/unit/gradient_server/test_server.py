@@ -88,7 +88,7 @@ async def test_workers_that_do_not_come():
     async with serving(workers=2, join_seconds=0.2) as run:
         await ClientV2.join(run.address)
         assert await run.failure(DeadlineExceeded) == (
-            "1 of 2 workers joined within 0.2 s. Start the others, or set --workers to as many as there are."
+            "1 of 2 workers joined within 0.2 s. Start the others, or set --workers to the number that there is."
         )
 
 
@@ -119,7 +119,7 @@ async def test_a_join_that_was_seen_before():
         client = await ClientV2.join(run.address, "node", token=TOKEN)
         thief = ClientV2("node", b"", 0, False)
         await thief.connect(run.address)
-        thief.send(client.application.hello)
+        thief.send(client.handshake.hello)
         assert (await thief.expect(Refused)).reason == "replayed"
         assert run.refused() == {"replayed": 1}
 
@@ -129,7 +129,7 @@ async def test_a_version_that_is_not_spoken():
     async with serving() as run:
         client = ClientV2("node", b"", 0, False)
         await client.connect(run.address)
-        hello = client.application.hello
+        hello = client.handshake.hello
         client.send(type(hello)(3, hello.node_id, hello.nonce, 0, False))
         assert (await client.expect(Refused)).reason == "version_refused"
 
@@ -228,7 +228,7 @@ async def test_settings_that_cannot_be():
         ({"min_workers": 3}, "min_workers = 3: at most workers = 2."),
         ({"timeout_seconds": 1.0}, "timeout_seconds = 1: more than heartbeat_seconds = 5."),
         ({"rejoin_seconds": -1.0}, "rejoin_seconds = -1: more than 0 seconds."),
-        ({"host": "0.0.0.0"}, "0.0.0.0: others than this host can reach it, so it takes a token. Give --token-file."),
+        ({"host": "0.0.0.0"}, "0.0.0.0: other hosts can reach it, so it needs a token. Give --token-file."),
     ]:
         with pytest.raises(ConfigError) as caught:
             GradientServerSettings(**{"workers": 2, "samples": 8, **options})

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 
-from runtime.gradient_server.outbox import Outbox
+from runtime.gradient_server.senders import Outbox
 from runtime.gradient_server.state_relay import StateRelay
-from runtime.gradient_server.wire.frame_reader import VectorBegins, VectorEnds, VectorPiece
+from runtime.gradient_server.wire.frames import VectorBegins, VectorEnds, VectorPiece
 from runtime.gradient_server.wire.link import LinkLost
 from runtime.gradient_server.wire.messages import Kind, StateDone, make_chunk
 from tests.support.gradient_clients import SECONDS

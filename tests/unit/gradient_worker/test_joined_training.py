@@ -14,7 +14,7 @@ from parallel3d.gradient_worker.worker import GradientWorker
 from parallel3d.runs.record import RunStep
 from parallel3d.training.coordinator import Coordinator
 from runtime.errors import ConfigError, NonFiniteGradient
-from runtime.gradient_server.client.turn import ServerRefused
+from runtime.gradient_server.client.protocol import ServerRefused
 from runtime.gradient_server.server import GradientServer, StepRecord
 from runtime.gradient_server.settings import GradientServerSettings
 

@@ -188,7 +188,7 @@ async def test_parts_of_a_share_that_is_not_wanted_any_more_are_not_sent_for_the
         await link.expect(Table)
         assert [len(await link.expect(bytes)) for _ in range(2)] == [64, 20]
         link.send(Assignment(0, 1, 0, 8, 8))
-        while worker._client._turn.share is not None:  # noqa: ASYNC110 - until it was heard
+        while worker._client._protocol.share is not None:  # noqa: ASYNC110 - until it was heard
             await asyncio.sleep(0)
         await anext(shares)
         net.zero_grad()

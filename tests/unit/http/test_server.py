@@ -14,8 +14,9 @@ from aiohttp import web
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from monitoring.http.addresses import host_and_port, is_loopback, without_port
-from monitoring.http.endpoint import Endpoint, UnusableToken, new_token, read_token, tls_context
+from monitoring.http.endpoint import Endpoint, new_token, read_bearer_token, tls_context
 from monitoring.http.server import RENDER_SECONDS, Exposition, make_app, serve
+from monitoring.http.tokens import UnusableToken
 from tests.support.tools import IPV6, needs
 
 TOKEN = "a-token-of-16-characters"
@@ -201,16 +202,16 @@ def test_tokens(tmp_path):
     assert len({new_token() for _ in range(10)}) == 10
     path = tmp_path / "token"
     path.write_text(f"  {TOKEN}\n")
-    assert read_token(str(path)) == TOKEN
+    assert read_bearer_token(str(path)) == TOKEN
     for text, said in (
-        ("short", "at least 16 characters, and this one has 5"),
+        ("short", "16 to 65536 bytes, and this one has 5"),
         ("two words that are long enough", "without spaces"),
         ("two-lines-that-are\nlong-enough", "one line"),
         ("eine-Lösung-die-lang-genug-ist", "printable ASCII"),
     ):
         path.write_text(text)
         with pytest.raises(UnusableToken, match=said):
-            read_token(str(path))
+            read_bearer_token(str(path))
 
 
 def test_a_key_with_a_passphrase_is_refused_and_not_asked_for(tmp_path, authority):

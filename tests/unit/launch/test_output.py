@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from runtime.errors import LaunchError
-from runtime.launch.output import MAX_LINE_BYTES, LineSplitter, Writer, parse_ranks, rank_prefix
+from runtime.launch.output import MAX_LINE_BYTES, LineSplitter, Writer, rank_prefix
+from runtime.launch.spec import parse_ranks
 
 
 def test_lines_come_out_whole():

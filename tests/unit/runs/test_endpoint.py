@@ -93,7 +93,7 @@ def test_an_address_of_another_host_is_refused(files):
     [
         ({"token_file": "nothing"}, "token_file", "it can't be read: No such file or directory."),
         ({"token_file": "."}, "token_file", "it can't be read: Is a directory."),
-        ({"token_file": "short"}, "token_file", "at least 16 characters, and this one has 3."),
+        ({"token_file": "short"}, "token_file", "16 to 65536 bytes, and this one has 3."),
         ({"tls_certificate": "nothing", "tls_key": "key.pem"}, "tls_certificate", "it can't be read: No such file"),
         ({"tls_certificate": "cert.pem", "tls_key": "nothing"}, "tls_key", "it can't be read: No such file"),
         ({"tls_certificate": "cert.pem", "tls_key": "other.pem"}, "tls_certificate", "no pair that TLS can use"),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
 import pickle
+import re
 
 import pytest
 
 from runtime import errors
 from runtime.errors import CommunicationError, Coords, name_rank, notes_of
+from tests.support.processes import ROOT
 
 PLAIN = [
     errors.ConfigError,
@@ -108,3 +111,34 @@ def test_notes_are_found_and_what_is_none_is_passed_over():
     assert notes_of(error) == ("Layer 3.",)
     error.__notes__ = "Layer 3."
     assert notes_of(error) == ()
+
+
+def _defined_errors() -> dict[str, tuple[str, str]]:
+    """(parent, module) by name, of every subclass of Parallel3DError in the packages."""
+    classes = [
+        (node.name, [base.id for base in node.bases if isinstance(base, ast.Name)], ".".join(path.parts)[: -len(".py")])
+        for package in ("monitoring", "runtime", "process_groups", "parallel3d")
+        for path in (each.relative_to(ROOT) for each in (ROOT / package).rglob("*.py"))
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    found = {"Parallel3DError": ("", "runtime.errors")}
+    while more := {
+        name: (parent, module)
+        for name, bases, module in classes
+        for parent in bases
+        if parent in found and name not in found
+    }:
+        found |= more
+    return found
+
+
+def test_the_tree_in_the_docstring_is_complete():
+    drawn: dict[str, tuple[str, str]] = {"Parallel3DError": ("", "runtime.errors")}
+    above = ["Parallel3DError"]
+    for branch, name, text in re.findall(r"^([│ ]*[├└]── )(\w+) +(.+)$", errors.__doc__ or "", re.MULTILINE):
+        depth = len(branch) // 4
+        above[depth:] = [name]
+        place = re.search(r"; in ([\w.]+)$", text)
+        drawn[name] = above[depth - 1], place[1] if place else "runtime.errors"
+    assert drawn == _defined_errors()

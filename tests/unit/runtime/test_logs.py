@@ -17,8 +17,16 @@ import parallel3d
 from parallel3d.runs.run_log import RunLog
 from runtime.control import CONTROL_FD, MAX_MESSAGE_BYTES, RANK_PID, LauncherControl
 from runtime.errors import Coords
-from runtime.log_context import bind_rank, bind_step
-from runtime.log_format import LOG_FORMAT, LOG_LEVEL, LogFormat, log_environment, log_format, log_level
+from runtime.log_settings import (
+    LOG_FORMAT,
+    LOG_LEVEL,
+    LogFormat,
+    bind_rank,
+    bind_step,
+    log_environment,
+    log_format,
+    log_level,
+)
 from runtime.logs import make_logger
 from tests.support.processes import ROOT
 from tests.support.run_folders import BOTTLENECK
@@ -222,7 +230,7 @@ def test_whoever_is_told_may_fail():
     def fail(record):
         raise ZeroDivisionError
 
-    assert [line["event"] for line in json_of(lambda log: log.info("x"), tell=fail)] == ["x"]
+    assert [line["event"] for line in json_of(lambda log: log.info("x"), on_record=fail)] == ["x"]
 
 
 @pytest.mark.parametrize("closed", ["stderr", "pipe"])
@@ -234,7 +242,7 @@ def test_nobody_reads_stderr(closed):
 
 
 def test_structlog_is_not_loaded_before_somebody_logs():
-    modules = "runtime.launch.launch, runtime.log_context, parallel3d.runs.run_log, parallel3d.cli.run"
+    modules = "runtime.launch.launch, runtime.log_settings, parallel3d.runs.run_log, parallel3d.cli.run"
     source = f"import parallel3d, {modules}, sys; print('structlog' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert (done.stdout, done.stderr) == ("False\n", "")

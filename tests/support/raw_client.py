@@ -1,4 +1,4 @@
-"""Whoever connects to a gradient server in tests and is no worker of ours: plain sockets, and any bytes."""
+"""A plain socket that talks to a gradient server in tests and sends any bytes: not one of our workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from runtime.gradient_server.wire.auth import Application
+from runtime.gradient_server.wire.auth import WorkerHandshake
 from runtime.gradient_server.wire.messages import (
     Assignment,
     Beat,
@@ -24,7 +24,7 @@ from runtime.gradient_server.wire.messages import (
 from tests.support.processes import SECONDS
 
 
-class Stranger:
+class RawClient:
     """One connection, for `with`."""
 
     def __init__(self, port: int, *, receive_bytes: int | None = None) -> None:
@@ -94,11 +94,11 @@ class Stranger:
 
     def ask_to_join(self, name: str, token: bytes) -> Message:
         """What the server answers to it."""
-        application = Application(token, name)
-        self.send(application.hello)
+        handshake = WorkerHandshake(token, name)
+        self.send(handshake.hello)
         challenge = self.hear()
         assert isinstance(challenge, Challenge), challenge
-        self.send(application.prove(challenge))
+        self.send(handshake.prove(challenge))
         return self.hear()
 
     def join(self, name: str, token: bytes) -> Assignment:

@@ -1,18 +1,19 @@
-"""Where a worker stands: its share, what it has sent of it, and what came back. Sans-io: messages in, answers out.
+"""A worker's side of protocol version 2: its share, its gradient's attempt, averages and states. Sans-io.
 
-share taken ── gradient given ── average there ── share taken …
+share taken ── gradient sent ── average received ── share taken …
      │               │
-     └─ obsolete ────┘    other workers' shares, or a state to go on from, have come meanwhile
+     └─ obsolete ────┘    the server assigned other shares, or sent a state to continue from
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from runtime.errors import Mismatch, Parallel3DError
 from runtime.gradient_server.client.raw_parts import Incoming, RawPart, room_for
-from runtime.gradient_server.wire.frame_reader import Item, VectorBegins, VectorEnds, VectorPiece
+from runtime.gradient_server.wire.frames import Item, VectorBegins, VectorEnds, VectorPiece
 from runtime.gradient_server.wire.messages import (
     REASONS,
     Again,
@@ -22,6 +23,7 @@ from runtime.gradient_server.wire.messages import (
     Chunk,
     Kind,
     Leave,
+    Message,
     Reason,
     Refused,
     StateDone,
@@ -32,8 +34,8 @@ from runtime.gradient_server.wire.messages import (
 
 
 class ShareChanged(Parallel3DError):
-    """This share's average will not come: the server has shared the step's samples anew, sends a state to go on from,
-    or has ended. Nothing was applied; ask for the next share."""
+    """This share's average will not come: the server assigned new shares, sent a state to continue from, or ended.
+    Nothing was applied; ask for the next share."""
 
 
 class ServerRefused(Parallel3DError):
@@ -50,7 +52,7 @@ class ServerRefused(Parallel3DError):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Samples `start` to `end` of the `total` that step has."""
+    """Samples [start, end) of the step's `total`."""
 
     step: int
     attempt: int
@@ -62,42 +64,42 @@ class Share:
         return self.end - self.start
 
     def is_same_work(self, other: Share) -> bool:
-        """Whether a gradient of this one is the other's too."""
+        """Whether both have the same gradient; attempts may differ."""
         return (self.step, self.start, self.end, self.total) == (other.step, other.start, other.end, other.total)
 
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """What a step gave, over all workers."""
+    """The result of a step over all workers."""
 
     step: int
     loss: float
-    """The workers' losses, weighted by their samples."""
+    """Mean of the workers' losses, weighted by their samples."""
     correct: int
     total: int
     seconds: float
-    """From the first byte of the step's gradients to the last average, as the server saw it."""
+    """From the first byte of the step's gradients to the last average, measured by the server."""
 
 
-class WorkerTurn:
-    """One worker's, over all its connections.
+class WorkerProtocol:
+    """The state of one worker, across its connections.
 
-    step: the one it computes or waits for next. has_state: whether its weights are more than first values.
+    step: what it computes or waits for next. has_state: whether its weights are more than initial values.
     """
 
     def __init__(self, step: int = 0, has_state: bool = False) -> None:
         self.step, self.has_state = step, has_state
         self.share: Share | None = None
-        """Which the caller works on, as long as that is wanted; its attempt is the latest."""
-        self.is_told = False
-        """Whether the server, on this connection, has said that it wants the share's gradient."""
+        """The share that the caller works on, with the latest attempt; None if it is obsolete."""
+        self.is_requested = False
+        """Whether the server has asked for the share's gradient on this connection."""
         self.average: Average | None = None
-        """Of the share, once all of it is there."""
+        """The share's average, once it is complete."""
         self.wanted_state: StateWanted | None = None
         self.state: Incoming | None = None
-        """One to go on from, once all of it is there."""
+        """A state to continue from, once it is complete."""
         self.left: str | None = None
-        """Why the server has ended, once it has."""
+        """The server's reason for its normal end; None before that."""
         self._assigned: Share | None = None
         self._homes: Sequence[RawPart] | None = None
         self._incoming: Incoming | None = None
@@ -105,50 +107,49 @@ class WorkerTurn:
 
     @property
     def next_step(self) -> int:
-        """The one that the server is told of: a state that has come counts as loaded."""
+        """The step to join with: a complete state counts as loaded."""
         return self.step if self.state is None else self.state.table.step
 
-    # What the caller does.
+    # Called by the worker.
 
     def take_share(self) -> Share | None:
-        """The one that was assigned and not taken yet."""
+        """The share that is assigned and not taken yet."""
         if self._assigned is None or self.state is not None:
             return None
-        self.share, self._assigned, self.is_told = self._assigned, None, True
+        self.share, self._assigned, self.is_requested = self._assigned, None, True
         self.has_state = True
         return self.share
 
     def expect(self, homes: Sequence[RawPart]) -> None:
-        """The share's gradient is on its way; its average shall be written there."""
+        """The share's gradient is being sent; write its average to `homes`."""
         self._homes, self.average = homes, None
 
     def take_average(self) -> Average:
-        """The step is over."""
+        """End the step."""
         assert self.average is not None
         average, self.average = self.average, None
         self._forget_share()
         return average
 
     def take_state(self) -> Incoming:
-        """It is about to be loaded."""
+        """The complete state, which the caller loads now."""
         assert self.state is not None
         state, self.state = self.state, None
         self.step, self.has_state = state.table.step, True
         return state
 
-    # What happens to the connection.
+    # Called by the connection.
 
     def lost(self) -> None:
-        """What was not finished has to be said anew on the next one."""
+        """The connection is lost: unfinished messages start again on the next one."""
         self._assigned = self._incoming = self.wanted_state = None
-        self.is_told = self._is_receiving = False
+        self.is_requested = self._is_receiving = False
 
-    def hear(self, item: Item) -> memoryview | None:
-        """An item from the server; of a chunk that begins, where it is to be received. Raises WireError, Mismatch and
-        ServerRefused."""
+    def receive_chunk(self, item: VectorBegins | VectorPiece | VectorEnds) -> memoryview | None:
+        """Handle a chunk's item; for one that begins, where to receive its bytes. Raises WireError."""
         match item:
             case VectorPiece():
-                pass  # nobody waits for it any more
+                pass  # only chunks that are ignored come in pieces
             case VectorBegins(head=Chunk() as chunk):
                 self._is_receiving = self._incoming is not None and self._incoming.fits(chunk)
                 if self._is_receiving and self._incoming is not None:
@@ -157,28 +158,39 @@ class WorkerTurn:
                 if self._is_receiving and self._incoming is not None:
                     self._incoming.end(chunk)
                 self._is_receiving = False
+            case _:
+                _refuse(item)
+        return None
+
+    def receive(self, message: Message) -> None:
+        """Handle a message. Raises WireError, Mismatch and ServerRefused."""
+        match message:
+            case Table() | AverageDone() | StateDone():
+                self._receive_vectors(message)
             case Assignment():
-                self._assign(Share(item.step, item.attempt, item.start, item.end, item.total))
+                self._assign(Share(message.step, message.attempt, message.start, message.end, message.total))
             case Again():
-                self._again(item)
-            case Table():
-                self._begin(item)
-            case AverageDone():
-                self._end_average(item)
+                self._again(message)
             case StateWanted():
-                self.wanted_state = item
-            case StateDone():
-                self._end_state(item)
+                self.wanted_state = message
             case Leave():
-                self.left, self._assigned = item.reason, None
+                self.left, self._assigned = message.reason, None
                 self._forget_share()
             case Refused():
-                raise ServerRefused(item.reason, item.detail)
+                raise ServerRefused(message.reason, message.detail)
             case Beat():
                 pass
             case _:
-                raise WireError(Reason.UNEXPECTED, f"{type(item).__name__}, to a worker.")
-        return None
+                _refuse(message)
+
+    def _receive_vectors(self, message: Table | AverageDone | StateDone) -> None:
+        match message:
+            case Table():
+                self._begin(message)
+            case AverageDone():
+                self._end_average(message)
+            case StateDone():
+                self._end_state(message)
 
     def _assign(self, share: Share) -> None:
         if share.step != self.next_step:
@@ -200,11 +212,11 @@ class WorkerTurn:
 
     def _use_attempt(self, attempt: int) -> None:
         assert self.share is not None
-        self.share, self.is_told = replace(self.share, attempt=attempt), True
+        self.share, self.is_requested = replace(self.share, attempt=attempt), True
         self._incoming = self.average = None
 
     def _begin(self, table: Table) -> None:
-        """What is of another attempt, or of a share that is not wanted any more, is passed over."""
+        """Tables of another attempt, or of an obsolete share, are ignored."""
         self._incoming = None
         if table.kind is Kind.STATE:
             self._forget_share()
@@ -215,8 +227,8 @@ class WorkerTurn:
             self._incoming = Incoming(table, self._homes)
 
     def _is_current(self, message: Table | AverageDone) -> bool:
-        share = self.share
-        return share is not None and self.is_told and (message.step, message.attempt) == (share.step, share.attempt)
+        share = self.share if self.is_requested else None
+        return share is not None and (message.step, message.attempt) == (share.step, share.attempt)
 
     def _end_average(self, done: AverageDone) -> None:
         if not self._is_current(done):
@@ -224,7 +236,7 @@ class WorkerTurn:
         if self._incoming is None or not self._incoming.is_complete:
             raise WireError(Reason.TRUNCATED, f"the average of step {done.step} ends before all of it has come.")
         self.average = Average(done.step, done.loss, done.correct, done.total, done.seconds)
-        self.step, self.has_state = done.step + 1, True  # from here on it counts as applied
+        self.step, self.has_state = done.step + 1, True  # counts as applied from here on
         self._incoming = self._homes = None
 
     def _end_state(self, done: StateDone) -> None:
@@ -236,7 +248,11 @@ class WorkerTurn:
         self.state, self._incoming = incoming, None
 
     def _forget_share(self) -> None:
-        """A share whose average is there stays: nobody can take that back."""
+        """Make the share obsolete, unless its average is complete: that is final."""
         if self.average is None:
             self.share = self._homes = None
-            self.is_told = False
+            self.is_requested = False
+
+
+def _refuse(item: Item) -> NoReturn:
+    raise WireError(Reason.UNEXPECTED, f"{type(item).__name__}, to a worker.")

@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.gradient_server.wire.frame_reader import FrameReader, Item, VectorBegins, VectorEnds, VectorPiece
-from runtime.gradient_server.wire.frame_rules import Side
+from runtime.gradient_server.wire.frames import FrameReader, Item, Side, VectorBegins, VectorEnds, VectorPiece
 from runtime.gradient_server.wire.messages import (
     LAYOUTS,
     MAX_CHUNK,

@@ -1,23 +1,25 @@
-"""Bytes in, messages and pieces of long vectors out: sans-io, and it holds next to nothing."""
+"""Reading frames, sans-io: bytes in; messages and pieces of long vectors out. Vectors are never held whole."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypeAlias
 
 import numpy
 import xxhash
 
 from runtime.gradient_server.wire.fields import Layout
-from runtime.gradient_server.wire.frame_rules import MOST, Side, check_tag
 from runtime.gradient_server.wire.messages import (
     LAYOUTS,
     LENGTH_BYTES,
     MAX_CHUNK,
     MAX_FRAME,
     MAX_FRAME_V1,
+    MAX_FRAME_V2,
     MAX_SMALL,
+    TAGS_V1,
     AveragedBlockGradient,
     AveragedGradient,
     AveragedNonBlockGradient,
@@ -36,6 +38,43 @@ from runtime.gradient_server.wire.messages import (
     unpack,
 )
 
+
+class Side(Enum):
+    """Whose reader it is: a server receives other messages than a worker."""
+
+    SERVER = "server"
+    WORKER = "worker"
+
+
+MOST = {None: MAX_SMALL, 1: MAX_FRAME_V1, 2: MAX_FRAME_V2}
+"""Most bytes of a frame before its tag is known, by the joined version."""
+_JOINS = {0x01, 0x02, 0x20, 0x21, 0x22, 0x23}
+_BEFORE_JOIN = {Side.SERVER: {0x01, 0x20, 0x22}, Side.WORKER: {0x02, 0x07, 0x21, 0x23, 0x24, 0x2D}}
+_AFTER_JOIN = {
+    (Side.SERVER, 1): {0x04, 0x06, 0x07, 0x08, 0x0A},
+    (Side.SERVER, 2): {0x27, 0x28, 0x29, 0x2C, 0x2D, 0x2E},
+    (Side.WORKER, 1): {0x03, 0x05, 0x06, 0x07, 0x09, 0x0B},
+    (Side.WORKER, 2): {0x24, 0x25, 0x26, 0x27, 0x28, 0x2A, 0x2B, 0x2C, 0x2D, 0x2E},
+}
+
+
+def check_tag(tag: int, side: Side, version: int | None, versions: Collection[int]) -> None:
+    """Raise WireError unless this side accepts the tag now. version: the joined one. versions: those that may join."""
+    if version is not None and tag in _AFTER_JOIN[side, version]:
+        return
+    if tag not in LAYOUTS:
+        raise WireError(Reason.UNKNOWN_TAG, f"{tag:#04x}.")
+    name = LAYOUTS[tag].kind.__name__
+    if version is not None:
+        reason = Reason.ALREADY_JOINED if tag in _JOINS else Reason.UNEXPECTED
+        raise WireError(reason, f"{name}, to a {side.value} that speaks version {version}.")
+    if tag not in _BEFORE_JOIN[side]:
+        raise WireError(Reason.NOT_JOINED, f"{name}.")
+    spoken = 1 if tag in TAGS_V1 else 2
+    if spoken not in versions:
+        raise WireError(Reason.VERSION_REFUSED, f"{name} is of version {spoken}.")
+
+
 VectorMessages: TypeAlias = (
     GradientPayload
     | AveragedGradient
@@ -49,13 +88,13 @@ VectorMessages: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class VectorBegins:
-    """head: the message with an empty vector; fields that stand behind the vector are 0 as yet."""
+    """head: the message with an empty vector; fields after the vector are still 0."""
 
     head: VectorMessages
     count: int
     num_bytes: int
     item_bytes: int
-    """Of one element; 0 where there are none."""
+    """Bytes of one element; 0 if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +107,7 @@ class VectorPiece:
 
 @dataclass(frozen=True, slots=True)
 class VectorEnds:
-    """message: all fields but the vector. A chunk's checksum was right."""
+    """message: all fields except the vector. A chunk's checksum is verified."""
 
     message: VectorMessages
 
@@ -82,10 +121,10 @@ _ITEM_V1 = 4
 
 
 class FrameReader:
-    """One connection's frames. What is wrong raises WireError, then and whenever it is fed again.
+    """Reads one connection's frames. An invalid frame raises WireError, then and on every later call.
 
-    length │ tag │ body                                    a small message, held until it is whole
-    length │ tag │ head │ vector … │ tail                  a vector's bytes are handed on as they come
+    length │ tag │ body                                    a small message, held until it is complete
+    length │ tag │ head │ vector … │ tail                  a vector's bytes are passed on as they arrive
     length │ tag │ head │ packed                           a packed chunk, held, then unpacked
     """
 
@@ -113,25 +152,25 @@ class FrameReader:
     def __init__(
         self, side: Side = Side.SERVER, *, versions: Collection[int] = (1, 2), max_frame: int = MAX_FRAME_V1
     ) -> None:
-        """versions: those that may join. max_frame: the most that any frame may have, if less than the protocol's."""
+        """versions: those that may join. max_frame: limit in bytes of any frame, if less than the protocol's."""
         self._side, self._versions, self._max_frame = side, frozenset(versions), max_frame
         self._version: int | None = None
         self._error: tuple[Reason, str] | None = None
         self._is_first = True
         self._held = bytearray()
-        self._left = 0  # bytes of the vector that are still to come
+        self._left = 0  # bytes of the vector that are still to arrive
         self._offset = self._item_bytes = self._head_bytes = 0
         self._hash: xxhash.xxh3_64 | None = None
         self._target: memoryview | None = None
-        """Where the rest of the vector is written to, instead of being handed on."""
+        """Where the rest of the vector is written to, instead of being passed on in pieces."""
         self._head: Any = None
         self._layout: Layout
-        # Plain functions: bound methods in the reader would be circles of references, in each of 1,000 readers.
+        # Plain functions: bound methods would be reference cycles, in each of 1,000 readers.
         self._stage: Callable[[FrameReader], Iterable[Item]]
         self._next_frame()
 
     def joined(self, version: int) -> None:
-        """From now on frames of this version are taken, up to its limits, and no joins."""
+        """From now on accept frames of this version, up to its limits, and no joins."""
         self._version = version
 
     @property
@@ -141,32 +180,32 @@ class FrameReader:
 
     @property
     def is_mid_frame(self) -> bool:
-        """Whether a part of a frame has come, and its end has not."""
+        """Whether a frame has arrived in part."""
         return self._stage is not FrameReader._on_length or bool(self._held)
 
     def receive_into(self, target: memoryview) -> None:
-        """All bytes of the vector that has just begun are to be written there; no pieces of it are handed out."""
+        """Write all bytes of the vector that has just begun to `target`; it yields no pieces."""
         assert len(target) == self._left
         self._target = target
 
     @property
     def room(self) -> memoryview | None:
-        """Where the next bytes may be written to: then say so by `wrote`, instead of feeding them."""
+        """Where the next bytes may be written to; call `wrote` afterwards instead of `feed`. None: use `feed`."""
         return self._target if self._left else None
 
     @property
     def num_wanted(self) -> int:
-        """Bytes up to where the next vector begins, if it comes next and its head is as long as this one's; else those
-        that are needed before anything can be made of them."""
+        """Bytes up to the start of the next vector, if one follows with a head as long as this one's; otherwise bytes
+        until the next item."""
         return self._left + self._need + self._head_bytes if self._left else self._need - len(self._held)
 
     @property
     def num_split(self) -> int:
-        """Bytes of an element whose rest is still to come."""
+        """Bytes of an element that has arrived in part."""
         return len(self._held) if self._left else 0
 
     def take_split(self) -> bytes:
-        """Those bytes, to be fed again in front of the rest; then they make no piece of their own."""
+        """Remove and return those bytes, to be fed again together with the rest of the element."""
         split = bytes(self._held[: self.num_split])
         if split:
             self._held.clear()
@@ -174,11 +213,11 @@ class FrameReader:
         return split
 
     def feed(self, data: Bytes) -> Iterator[Item]:
-        """What these bytes complete. To be exhausted before the data's memory is used again."""
+        """The items that these bytes complete. Exhaust it before reusing the data's memory."""
         return self._keeping_errors(self._after_split(memoryview(data)))
 
     def wrote(self, num_bytes: int) -> Iterator[Item]:
-        """What is complete with so many bytes that were written to `room`."""
+        """The items that are complete after `num_bytes` were written to `room`."""
         return self._keeping_errors(self._written(num_bytes))
 
     def _keeping_errors(self, items: Iterator[Item]) -> Iterator[Item]:
@@ -187,13 +226,13 @@ class FrameReader:
         try:
             yield from items
         except WireError as error:
-            self._error = (error.reason, error.detail)  # not itself: its traceback holds on to the data
+            self._error = (error.reason, error.detail)  # not the error itself: its traceback keeps the data alive
             self._held, self._head, self._target = bytearray(), None, None
             raise
 
     def _after_split(self, data: memoryview) -> Iterator[Item]:
-        """As `_items`, but where an element is split, it is a piece of its own: to put it in front of the data, all of
-        that would be copied."""
+        """As `_items`, but a split element becomes a piece of its own: joining it with the data would copy all of
+        the data."""
         if self.num_split:
             missing = self._item_bytes - self.num_split
             yield from self._items(memoryview(self.take_split() + bytes(data[:missing])))
@@ -230,7 +269,7 @@ class FrameReader:
         self._left -= num_bytes
 
     def _pieces(self, data: memoryview) -> Items:
-        """Whole elements of the vector's next bytes; a split one is held until its rest comes."""
+        """Whole elements of the vector's next bytes; a split one is held until its rest arrives."""
         num_split = len(data) % self._item_bytes
         if num_split:
             self._held += data[-num_split:]
@@ -282,7 +321,7 @@ class FrameReader:
         return (message,)
 
     def _find_head(self) -> None:
-        """How many bytes come before the vector, as far as is known."""
+        """Set `_need` to the bytes before the vector, as far as they are known."""
         self._need = self._layout.head_bytes(self._held, 1)
         if self._need > self._length:
             raise WireError(Reason.TRUNCATED, f"{self._layout.kind.__name__} of {self._length} bytes.")
