@@ -39,6 +39,8 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the process that started it counts its tests, too
+        return
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = [report.longrepr[2].removeprefix("Skipped: ") for report in skipped]
     if (file := config.getoption("left_out")) is not None:
