@@ -21,7 +21,7 @@ import torch
 from common import launch_for_result, median, options, show, wanted
 
 import parallel3d
-from process_groups.torch_backend.backends import TorchBackend
+from process_groups.torch_internals import TorchBackend
 
 NUM_RANKS = 2
 BLOCK = 50

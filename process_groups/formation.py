@@ -7,7 +7,8 @@ import time
 from dataclasses import dataclass
 
 from process_groups.arena import Arena
-from process_groups.group import STRATEGIES, Group
+from process_groups.arguments import STRATEGIES
+from process_groups.group import Group
 from process_groups.shared_memory.board import Pulse, Segment
 from process_groups.strategies.adaptive import CANDIDATES, Pinned
 from process_groups.topology import AXES, Topology, auto_order

@@ -11,11 +11,11 @@ from concurrent.futures import Future
 import torch
 
 from monitoring.events.collectives import CollectiveRecorder
+from process_groups.call import Place
 from process_groups.formation import GROUP_NAMES, Formation, MeshPlan, ranks_of
 from process_groups.group import Group
 from process_groups.in_process import CPU, InProcessWorld
 from process_groups.rendezvous import Meeting
-from process_groups.transport import Place
 from runtime.environment import PrivateFile, RankEnvironment
 from runtime.errors import DeadlineExceeded, Parallel3DError, PeerLost
 from runtime.threads import DaemonThreads

@@ -18,12 +18,13 @@ import torch.distributed as dist
 
 from monitoring.events.collectives import CollectiveRecorder
 from process_groups.arena import Arena, ArenaUnavailable, Mapping, open_peer
+from process_groups.call import Place
 from process_groups.formation import GROUP_NAMES, Formation, MeshPlan, ranks_of
 from process_groups.group import Group
-from process_groups.ledger import Member
 from process_groups.shared_memory.board import Pulse, Segment
 from process_groups.shared_memory.exchange import Exchange
 from process_groups.shared_memory.layout import lay_out
+from process_groups.shared_memory.ledger import Member
 from process_groups.shared_memory.sharing import RegisteredMemory, warn_if_not_shared
 from process_groups.shared_memory.transport import SharedMemoryTransport
 from process_groups.signals import CAN_WAIT
@@ -38,7 +39,7 @@ from process_groups.torch_backend.backends import (
 from process_groups.torch_backend.connections import loopback_address
 from process_groups.torch_backend.nccl_strategies import NcclStrategies
 from process_groups.torch_backend.transport import TorchTransport, translate
-from process_groups.transport import Place, Transport
+from process_groups.transport import Transport
 from runtime.environment import InheritedFile, RankEnvironment
 from runtime.errors import CommunicationError, DeadlineExceeded, LaunchError, Mismatch, PeerLost
 from runtime.threads import DaemonThreads

@@ -11,7 +11,7 @@ import torch
 from parallel3d.benchmarks.known_values import largest_sum
 from parallel3d.benchmarks.sizes import human, parse_sizes
 from process_groups.arena import available_memory
-from process_groups.group import REDUCIBLE, STRATEGIES
+from process_groups.arguments import REDUCIBLE, STRATEGIES
 from runtime.errors import InvalidCall
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in REDUCIBLE}

@@ -26,7 +26,7 @@ from parallel3d.pipeline.simulation import ScheduleDeadlock, find_deadlock
 from parallel3d.pipeline.simulation.measured import Measured
 from parallel3d.pipeline.stage import Loss, Stage
 from parallel3d.rank_mesh import Mesh
-from process_groups.shared_memory.pipes import Message, Pipe
+from process_groups.pipes import Message, Pipe
 from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, InvalidCall, name_rank
 
 _OF_BACKWARDS = frozenset((Kind.B, Kind.I, Kind.W, Kind.SEND_B, Kind.RECV_B, Kind.REDUCE_GRAD))
@@ -128,7 +128,7 @@ class Executor:
         self._has_cpu = [action.kind in _COMPUTES | _RECEIVES for action in self._column]
         self._is_near_compute = [any(near) for near in zip(is_compute, [*is_compute[1:], True], strict=True)]
         """By action: whether the processor's clock is read after it, for its own sake or for that of the next."""
-        self._calls = 0 if any(pipe.is_told_by_group for pipe in self._pipes.values()) else 1
+        self._calls = 0 if any(pipe.is_recorded_by_group for pipe in self._pipes.values()) else 1
         """Of each action's event."""
         kinds = [action.kind for action in self._column]
         self._num_forward = next((at for at, kind in enumerate(kinds) if kind in _OF_BACKWARDS), len(kinds))

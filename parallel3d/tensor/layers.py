@@ -36,7 +36,7 @@ from parallel3d.gradients.deferred import (
 )
 from parallel3d.tensor.partial_gradients import is_part, sum_partial_gradients
 from parallel3d.tensor.sharded import Cut, Sharded
-from process_groups.shared_memory.engine_collectives import Outcome, TensorExchange, slice_of
+from process_groups.tensor_exchange import Outcome, TensorExchange, slice_of
 from runtime.errors import InvalidCall
 
 SEQUENCE = 1
@@ -95,20 +95,20 @@ class Partners:
         """What lies in the room, of all ranks; or this rank's slice of that."""
         self.holder = None
         if cuts_sequence:
-            self.exchange.post(Outcome.SLICE, SEQUENCE)
+            self.exchange.post(Outcome.REDUCE_SCATTER, SEQUENCE)
         else:
-            self.exchange.post(Outcome.TOTAL)
+            self.exchange.post(Outcome.ALL_REDUCE)
 
     def added_up(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' values."""
         self.room(values.shape, values.dtype).copy_(values)
-        self.exchange.post(Outcome.TOTAL)
+        self.exchange.post(Outcome.ALL_REDUCE)
         return self.exchange.result()
 
     def joined(self, values: torch.Tensor) -> torch.Tensor:
         """The whole sequence, of all ranks' slices."""
         self.room(values.shape, values.dtype).copy_(values)
-        self.exchange.post(Outcome.JOINED, SEQUENCE)
+        self.exchange.post(Outcome.ALL_GATHER, SEQUENCE)
         return self.exchange.result()
 
     def slice_of(self, values: torch.Tensor) -> torch.Tensor:

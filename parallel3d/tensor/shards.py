@@ -18,7 +18,7 @@ from parallel3d.tensor.layers import ColumnLinear, Partners, RowLinear, join_seq
 from parallel3d.tensor.plan import KEY, TensorPlan, cut_dim, is_inside
 from parallel3d.tensor.sharded import Cut, Sharded, mark_for_sum
 from parallel3d.tensor.vocabulary import VocabEmbedding, VocabHead
-from process_groups.shared_memory.engine_collectives import TensorExchange
+from process_groups.tensor_exchange import TensorExchange
 from runtime.errors import InvalidCall
 
 ALL_REDUCE = "AllReduce"

@@ -17,7 +17,7 @@ from torch.nn import functional
 from parallel3d.gradients.deferred import add_at_rows, anchor, later, lean_apply
 from parallel3d.tensor.layers import ColumnLinear, Partners, look_inside
 from parallel3d.tensor.sharded import Cut, Sharded
-from process_groups.shared_memory.engine_collectives import Outcome, TensorExchange
+from process_groups.tensor_exchange import Outcome, TensorExchange
 from runtime.errors import InvalidCall
 
 IGNORED = -100
@@ -83,7 +83,7 @@ class _CrossEntropy(torch.autograd.Function):
         powers = torch.sub(logits, highest.unsqueeze(-1)).exp_()
         torch.sum(powers, -1, out=total)
         own.copy_(logits.gather(-1, local).squeeze(-1)).masked_fill_(~is_here, 0)  # not times 0: it may be infinite
-        exchange.post(Outcome.JOINED)
+        exchange.post(Outcome.ALL_GATHER)
         highest_of, total_of, own_of = exchange.result().unbind(1)
         highest = highest_of.amax(0)
         scales = (highest_of - highest).exp_()
@@ -119,7 +119,7 @@ class _Gather(torch.autograd.Function):
         cuts = [Cut.of_rank(0, cut.whole_size, rank, exchange.size) for rank in range(exchange.size)]
         # All parts have the room of the largest, which is the first.
         exchange.room((*logits.shape[:-1], cuts[0].size), logits.dtype)[..., : cut.size] = logits
-        exchange.post(Outcome.JOINED, logits.dim() - 1)
+        exchange.post(Outcome.ALL_GATHER, logits.dim() - 1)
         joined = exchange.result()
         if all(each.size == cuts[0].size for each in cuts):
             return joined

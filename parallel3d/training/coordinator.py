@@ -34,7 +34,7 @@ from parallel3d.training.performance import Performance, TrainStep, core_wait
 from parallel3d.training.rank_part import assemble, measure_cut
 from parallel3d.training.rank_setup import loss_of, seed_dropout, sync_of
 from parallel3d.training.step_events import Span, StepEvents, StepMoments
-from process_groups.shared_memory.engine_collectives import Outcome
+from process_groups.tensor_exchange import Outcome
 from runtime.errors import CommunicationError, InvalidCall, NonFiniteGradient, PeerRefused, name_rank
 from runtime.log_context import bind_step
 
@@ -391,7 +391,7 @@ class Coordinator:
         if self._part.partners is None:
             return None
         exchange, (num_bytes, seconds) = self._part.partners.exchange, self._summed
-        summed = exchange.moved[Outcome.TOTAL]
+        summed = exchange.moved[Outcome.ALL_REDUCE]
         self._summed = summed.num_bytes, summed.seconds
         moved, took = self._summed[0] - num_bytes, self._summed[1] - seconds
         return bus_factor("all_reduce", exchange.size) * moved / took / 1e9 if took > 0 else None

@@ -18,7 +18,7 @@ from parallel3d.rank_mesh import Mesh
 from parallel3d.tensor.layers import Partners
 from parallel3d.tensor.sharded import cut_of
 from parallel3d.tensor.shards import apply_shards
-from process_groups.shared_memory.engine_collectives import TensorExchange
+from process_groups.tensor_exchange import TensorExchange
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
 """Of weights; bfloat16 is for activations."""

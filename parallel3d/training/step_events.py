@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from monitoring.events.events import What
 from monitoring.events.recorder import Recorder
-from process_groups.shared_memory.engine_collectives import Moved, Outcome, TensorExchange
+from process_groups.tensor_exchange import Moved, Outcome, TensorExchange
 
-_CALLS = {Outcome.TOTAL: "all_reduce", Outcome.SLICE: "reduce_scatter", Outcome.JOINED: "all_gather"}
+_CALLS = {Outcome.ALL_REDUCE: "all_reduce", Outcome.REDUCE_SCATTER: "reduce_scatter", Outcome.ALL_GATHER: "all_gather"}
 
 
 class Span(NamedTuple):
@@ -53,7 +53,7 @@ class StepEvents:
         self.recorder = recorder
         self.ended = clock()
         """When the step before ended; before the first, when all was set up."""
-        self._exchange = None if exchange is None or exchange.is_told_by_group else exchange
+        self._exchange = None if exchange is None or exchange.is_recorded_by_group else exchange
         self._told = dict[Outcome, tuple[int, int, float]]()
         """Of the exchange: calls, bytes and seconds that were told of."""
 

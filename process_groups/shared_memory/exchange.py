@@ -187,6 +187,13 @@ class Exchange:
                 raise no_memory("a work space", num_bytes)
         return self._work_space
 
+    def place(self, part: torch.Tensor, dtype: torch.dtype, most_bytes: int) -> torch.Tensor:
+        """Where a block of a strategy's all-reduce is worked on: in the tensor itself if it is registered and has this
+        dtype, else in the work space."""
+        if dtype == part.dtype and self.own.offset_of(part) is not None:
+            return part
+        return self.work_space(most_bytes)[: part.numel() * dtype.itemsize].view(dtype)
+
     def remembered(
         self, key: tuple[object, ...], make: Callable[[], list[list[torch.Tensor]]]
     ) -> list[list[torch.Tensor]]:

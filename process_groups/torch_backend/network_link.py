@@ -8,10 +8,10 @@ from datetime import timedelta
 
 import torch
 
+from process_groups.call import Call
 from process_groups.call_queue import Wait
 from process_groups.strategies.program import Transfer
-from process_groups.torch_backend.backends import BACKSTOP, TorchWork
-from process_groups.transport import Call
+from process_groups.torch_internals import BACKSTOP, TorchWork
 
 _FIRST_TAG, _NUM_TAGS = 1 << 30, 1 << 29  # far above the tags of the user's own sends
 

@@ -11,8 +11,8 @@ from concurrent.futures import Future
 
 import torch.distributed as dist
 
-from process_groups.ledger import Member
-from process_groups.transport import Call, not_made, peer_lost
+from process_groups.call import Call, not_made, peer_lost
+from process_groups.shared_memory.ledger import Member
 from runtime.errors import CommunicationError
 from runtime.threads import DaemonThreads
 

@@ -16,7 +16,7 @@ from parallel3d.tensor.layers import Partners
 from parallel3d.tensor.sharded import cut_of, needs_tp_sum
 from parallel3d.tensor.shards import Shards, apply_shards, plan_shards
 from parallel3d.tensor.vocabulary import cross_entropy_sum, gather_logits, vocab_cross_entropy
-from process_groups.shared_memory.engine_collectives import TensorExchange
+from process_groups.tensor_exchange import TensorExchange
 
 WIDTH, HEAD, VOCABULARY = 12, 4, 17
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -37,7 +37,7 @@ from parallel3d.benchmarks.plot import picture
 from parallel3d.benchmarks.sizes import human, parse_size, parse_sizes
 from parallel3d.benchmarks.table import _number, render
 from parallel3d.benchmarks.wire import Command, time_calls
-from process_groups.group import STRATEGIES
+from process_groups.arguments import STRATEGIES
 from process_groups.reduction import piece_bytes
 from runtime import cores
 from runtime.errors import BenchmarkError, InvalidCall

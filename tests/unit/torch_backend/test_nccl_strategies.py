@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from process_groups.ledger import Member
+from process_groups.call import Call, Place
 from process_groups.shared_memory.board import Page
+from process_groups.shared_memory.ledger import Member
 from process_groups.torch_backend import nccl_strategies
 from process_groups.torch_backend.backends import OpenBackend, beside_current_stream, nccl_algorithm
 from process_groups.torch_backend.nccl_strategies import NcclStrategies
 from process_groups.torch_backend.transport import TorchTransport
-from process_groups.transport import Call, Place
 from runtime.errors import Coords, DeadlineExceeded, GroupClosed
 from runtime.threads import DaemonThreads
 

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from process_groups.ledger import Member
+from process_groups.call import Call, Place
+from process_groups.shared_memory.ledger import Member
 from process_groups.torch_backend.store_notes import StoreNotes
-from process_groups.transport import Call, Place
 from runtime.errors import Coords
 from runtime.threads import DaemonThreads
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from process_groups.ledger import Ledger, Member
+from process_groups.call import Call, Place
 from process_groups.shared_memory.board import Page
-from process_groups.transport import Call, Place
+from process_groups.shared_memory.ledger import Ledger, Member
 from runtime.errors import Coords, GroupClosed, Mismatch, PeerLost
 
 SIZE = 3
