@@ -1,7 +1,7 @@
-"""Calls that are carried out in order: by whoever waits for them, for a moment, or else by a thread.
+"""Calls of one channel, carried out in order: by the event loop's thread for a moment, or else by a thread.
 
-A call is a generator that does its part and yields what it has to wait for. That lets the event loop's thread begin
-a call, and a thread go on with it where the loop had to stop.
+A call is a generator that does its part and yields what it has to wait for. So the event loop's thread can begin a
+call, and the queue's thread continues it where the loop had to stop.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class CallQueue:
         self.patience, self.is_abandoned, self.explain = patience, is_abandoned, explain
         self._tasks: deque[Task] = deque()
         self._failed: list[Task] = []
-        """A peer may be writing a last piece into their buffers: those are not handed out again."""
+        """Kept, because a peer may still be writing a last piece into their buffers."""
         self._driving = threading.Lock()
         self.ending = threading.Lock()
         self._thread = DaemonThreads(name, limit=1)
@@ -113,14 +113,14 @@ class CallQueue:
         return task
 
     def add_waiting(self, call: Call, steps: Steps) -> Task:
-        """Queue a short call of which is known that it has to wait."""
+        """Queue a short call that has to wait."""
         task = Task(self, call, steps)
         self._tasks.append(task)
         self._kick_soon()
         return task
 
     def note_await(self, added: float, now: float) -> None:
-        """A call of middle length was made, and is awaited."""
+        """A call of middle length that was made at `added` is awaited now."""
         is_at_once = now - added < _HABIT.at_once_seconds and added - self._latest_added < _HABIT.look_seconds
         self._num_awaited_at_once = self._num_awaited_at_once + 1 if is_at_once else 0
         self._latest_added = added
@@ -129,8 +129,8 @@ class CallQueue:
             self._thread.submit(self._look)
 
     def _look(self) -> None:
-        """In the thread, which nobody calls as long as calls are awaited at once: if one is not, and something else
-        keeps the loop busy, it is under way a moment later all the same."""
+        """In the thread: while calls are awaited at once it is not woken for each, but looks now and then, so that
+        a call makes progress even if the loop is busy with something else."""
         latest = -math.inf
         self._thread_is_wanted.clear()
         while not (self._thread_is_called or self._is_stopped or self._thread_is_wanted.wait(_HABIT.look_seconds)):
@@ -142,7 +142,7 @@ class CallQueue:
             self._drive(math.inf)
 
     def _kick_soon(self) -> None:
-        """If nobody awaits the call before the loop turns to other things, the thread shall have it."""
+        """Wake the thread for the call unless it is awaited before the loop's next turn."""
         if not self._kick_is_due:
             asyncio.get_running_loop().call_soon(self._kick)
             self._kick_is_due = True
@@ -217,7 +217,7 @@ class Quick:
     _begin: Callable[[Call], Steps | None]
 
     def begin(self, call: Call) -> Steps | None:
-        """Carry it out as far as can be without waiting; what is left to do, if anything."""
+        """Carry it out as far as possible without waiting; returns what is left to do, if anything."""
         try:
             return self._begin(call)
         except Exception as failed:  # peers have seen the call: it fails for all
@@ -246,7 +246,7 @@ ENDED = Ended()
 
 
 class Task:
-    """One call on its queue, and its Completion."""
+    """One call in its queue, and its Completion."""
 
     __slots__ = (
         "_callbacks", "_error", "_is_inference", "_queue", "_steps", "_waits_for", "added", "call", "ended", "ended_at",

@@ -1,4 +1,4 @@
-"""How the ranks of a mesh meet: they agree on its shape, see who shares a host, and open the groups they are in.
+"""The rendezvous of a mesh's ranks: they agree on its shape, find who shares a host, and open their groups.
 
 Everything here blocks, so a thread does it.
 """
@@ -47,7 +47,7 @@ from runtime.threads import DaemonThreads
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05  # seconds between looks: a wait of the store's would notice no death
 
 
-class Meeting:
+class Rendezvous:
     """One rank's part in forming a mesh, step by step."""
 
     def __init__(
@@ -139,7 +139,7 @@ class Meeting:
         return None
 
     def _meet(self, store: dist.Store, own: Segment, problem: str | None) -> list[dict[str, Any]]:
-        """Everybody says who they are; returns when all have."""
+        """Publish this rank's settings and addresses; returns those of all ranks."""
         greeting = {
             "shape": [self._plan.dp, self._plan.tp, self._plan.pp],
             "order": self._plan.order,
@@ -197,7 +197,7 @@ class Meeting:
             raise _ended_early(rank) from None
 
     def _exchange(self, store: dist.Store, what: str, mine: Any) -> list[Any]:
-        """Tell every rank something, and hear it from each."""
+        """Publish a value, and return every rank's."""
         store.set(f"{what}/{self._rank}", json.dumps(mine))
         keys = [f"{what}/{rank}" for rank in range(self._size)]
         pause = _SHORTEST_PAUSE

@@ -1,4 +1,4 @@
-"""Compares this rank's calls with its peers', and tells which peer is missing, gone or has given up."""
+"""Compares this rank's calls with its peers', and finds the peer that is missing, gone or has aborted."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Ledger:
     def close(self, error: CommunicationError | None) -> None:
         self._own.close(error)
 
-    async def farewell(self, deadline: float, is_read_by: Callable[[int], bool] | None = None) -> None:
+    async def wait_for_peers(self, deadline: float, is_read_by: Callable[[int], bool] | None = None) -> None:
         """Wait until each peer has finished all that it shares with this rank, or is gone.
 
         `is_read_by` says whether a peer has read all that lies outside of the calls on record.

@@ -178,7 +178,7 @@ class SharedMemoryTransport:
     async def close(self, deadline: float) -> None:
         if not self._has_given_up:
             exchange = self._tensor_exchange
-            await self._ledger.farewell(deadline, None if exchange is None else exchange.is_read_by)
+            await self._ledger.wait_for_peers(deadline, None if exchange is None else exchange.is_read_by)
         if not self._has_given_up:  # nor meanwhile
             self._has_given_up = True
             self._ledger.close(None)

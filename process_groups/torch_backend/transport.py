@@ -280,9 +280,9 @@ class TorchTransport(Transport):
 
     async def close(self, deadline: float) -> None:
         if self._notes is not None and self._released is None:
-            await self._notes.farewell(deadline)
+            await self._notes.wait_for_peers(deadline)
         if self._released is None:
-            await self._ledger.farewell(deadline)
+            await self._ledger.wait_for_peers(deadline)
         if self._released is None:  # not aborted meanwhile
             self._ledger.close(None)
             self._released = self._release()

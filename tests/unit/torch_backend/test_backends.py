@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from process_groups import torch_internals
 from process_groups.call import Call
-from process_groups.torch_backend import backends
 from process_groups.torch_backend.backends import choose_backend, device_of, open_backend, open_store
 from process_groups.torch_backend.connections import Connections
 from process_groups.torch_backend.transport import translate
@@ -127,7 +126,7 @@ class FakeDist:
 
 
 def test_an_nccl_backend_gets_store_rank_size_and_timeout(monkeypatch):
-    monkeypatch.setattr(backends, "dist", FakeDist())
+    monkeypatch.setattr(torch_internals, "dist", FakeDist())
     store = dist.HashStore()
     opened = open_backend("nccl", store, 1, 4, loopback="127.7.7.7", timeout=12.5)
     given_store, rank, size, options = opened.backend.args
