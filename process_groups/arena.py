@@ -1,6 +1,6 @@
 """A rank's registered memory: one sparse memory file, mapped whole by its peers on the same host.
 
-A buffer is an offset in that file, so peers find it without being told anything else. Pages cost memory only once
+A buffer is an offset in that file, so an offset is all that peers need to find it. Pages cost memory only once
 they are touched, and nothing is left behind when the process ends, however it ends.
 """
 

@@ -219,7 +219,7 @@ def run_together(programs: Sequence[Program], tensors: Sequence[torch.Tensor], o
 
 
 def _interpret(runs: dict[int, Iterator[int]], mail: Mail) -> None:
-    """Go on with whoever can, until all are done."""
+    """Continue every rank that can, until all are done."""
     awaited: dict[int, int] = {}
     while runs:
         ready = [me for me in runs if me not in awaited or mail[awaited[me], me]]

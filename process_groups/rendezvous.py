@@ -204,12 +204,12 @@ class Rendezvous:
         while not store.check(keys):
             self._check_pulses()
             if time.monotonic() > self._deadline:
-                raise self._nobody_came(store, keys)
+                raise self._missing_ranks(store, keys)
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE)
         return [json.loads(store.get(key)) for key in keys]
 
-    def _nobody_came(self, store: dist.Store, keys: Sequence[str]) -> DeadlineExceeded:
+    def _missing_ranks(self, store: dist.Store, keys: Sequence[str]) -> DeadlineExceeded:
         missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
         return DeadlineExceeded(
             f"start-up: {'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing[:20])} of {self._size} did "

@@ -134,7 +134,7 @@ class Work:
             raise
 
     def watch(self) -> None:
-        """Have the loop told when the call ends, or that it never will."""
+        """Notify the loop when the call ends, or when it is known that it never will."""
         if self._timer is not None or self._ended:
             return
         loop, completion = asyncio.get_running_loop(), self._completion

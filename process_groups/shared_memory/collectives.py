@@ -176,7 +176,7 @@ def _exposing(exchange: Exchange, call: Call) -> Steps:
         offsets = [exchange.offer_of(rank, round_number) for rank in shown]
         if None not in offsets:
             take(_in_place(exchange, source, dict(zip(shown, offsets, strict=True))), 0, source.shape[1])
-            exchange.check()  # what a rank that gave up has in its buffer may be anything
+            exchange.check()  # what a rank that aborted has in its buffer may be anything
             yield from exchange.everybody(exchange.arrive())
             return
     rows, columns = source.shape

@@ -157,7 +157,7 @@ class Outbox(_Pair):
                 break
             left -= 1
             self._helping[2] = left
-            if self._is_abandoned():  # a receiver that gave up may use its buffer for something else
+            if self._is_abandoned():  # a receiver that aborted may use its buffer for something else
                 raise Abandoned
             part = values[left * size : (left + 1) * size]
             start = place + left * size
@@ -236,7 +236,7 @@ class Inbox(_Pair):
             begun += 1
         if self.helped.value < (last := self._helping[1]):
             yield self.helped, last
-        if self._is_abandoned():  # what a sender that gave up has in its buffer may be anything
+        if self._is_abandoned():  # what a sender that aborted has in its buffer may be anything
             raise Abandoned
         self.number += 2
         self.consumed.store(self.number)

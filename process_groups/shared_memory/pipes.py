@@ -124,7 +124,7 @@ class SharedPipe:
             None if each is None else each[0].clone().requires_grad_() if each[1] else each[0].clone()
             for each in self._sources(self._headers_of_peer[self._num_received % NUM_MESSAGES])
         ]
-        if self._exchange.is_abandoned():  # what a rank that gave up has in its memory may be anything
+        if self._exchange.is_abandoned():  # what a rank that aborted has in its memory may be anything
             raise self._given_up()
         is_full = self._piped_by_peer.value - self._num_received >= NUM_MESSAGES - 1
         self._num_received += 1
@@ -167,7 +167,7 @@ class SharedPipe:
             raise self._given_up() from None
 
     def _given_up(self) -> CommunicationError:
-        return self._trouble() or GroupClosed("the group was given up")
+        return self._trouble() or GroupClosed("the group was aborted")
 
 
 def _header(arena: Mapping, start: int) -> memoryview:

@@ -183,7 +183,7 @@ class SharedTensorExchange:
         self.moved[outcome].add(whole, self._posted_at)
         self._line[1 + NUM_ROOMS] = number
         self._plan = self._room = None
-        if self._exchange.is_abandoned():  # what a rank that gave up has in its memory may be anything
+        if self._exchange.is_abandoned():  # what a rank that aborted has in its memory may be anything
             raise self._given_up()
         return made
 
@@ -242,7 +242,7 @@ class SharedTensorExchange:
         )
 
     def _given_up(self) -> CommunicationError:
-        return self._trouble() or GroupClosed(f"group {self._group_name} was given up")
+        return self._trouble() or GroupClosed(f"group {self._group_name} was aborted")
 
     def is_read_by(self, rank: int) -> bool:
         """Whether this peer has no need of this rank's memory any more. Where an exchange failed, it fails for all."""

@@ -65,7 +65,7 @@ class SharedMemoryTransport:
         return CallQueue(name, self._patience, self._exchange.is_abandoned, self._explain)
 
     def _explain(self, call: Call) -> CommunicationError:
-        return self._ledger.trouble(call) or GroupClosed(f"group {self._name_of_group} was given up")
+        return self._ledger.trouble(call) or GroupClosed(f"group {self._name_of_group} was aborted")
 
     def start(self, call: Call) -> Task | Ended:
         if not self._ledger.post_at_once(call):  # once it is this call's turn, the peers are near

@@ -170,7 +170,7 @@ class NcclStrategies:
         self._opened[name] = opened
         if self._is_aborted:  # looked at after it was put where `abort` looks: one of the two sees the other
             opened.cut()
-            raise GroupClosed("the group was given up")
+            raise GroupClosed("the group was aborted")
         return opened.backend
 
     def _call_once(self, backend: TorchBackend) -> None:

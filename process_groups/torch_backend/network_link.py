@@ -20,7 +20,7 @@ HandOver = Callable[[Call, int], TorchWork]
 
 
 class NetworkLink:
-    """Waits in its thread; a group that is given up cuts the sockets, which ends every wait."""
+    """Waits in its thread; a group that is aborted cuts the sockets, which ends every wait."""
 
     def __init__(self, peer: int, hand_over: HandOver) -> None:
         self._peer, self._hand_over = peer, hand_over

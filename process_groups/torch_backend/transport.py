@@ -110,7 +110,7 @@ class TorchTransport(Transport):
         return CallQueue(name, self._patience, self._exchange.is_abandoned, self._explain)
 
     def _explain(self, call: Call) -> CommunicationError:
-        return self.trouble(call) or GroupClosed(f"group {self._name_of_group} was given up")
+        return self.trouble(call) or GroupClosed(f"group {self._name_of_group} was aborted")
 
     def _link(self, peer: int) -> Link:
         if self._exchange is not None and self._exchange.arenas[peer] is not None:
@@ -169,7 +169,7 @@ class TorchTransport(Transport):
     def _hand_over(self, call: Call, tag: int) -> TorchWork:
         backend = self._backend
         if backend is None:  # a thread of ours may come late
-            raise GroupClosed("the group was given up")
+            raise GroupClosed("the group was aborted")
         if call.strategy != "default" and self._nccl is not None:
             return self._nccl.issue(call, call.strategy)
         return issue(backend, call, tag)

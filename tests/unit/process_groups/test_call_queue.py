@@ -40,7 +40,7 @@ class Queues:
         self.threads: set[str] = set()
 
     def _explain(self, call: Call) -> CommunicationError:
-        return GroupClosed(f"{call.kind} was given up")
+        return GroupClosed(f"{call.kind} was aborted")
 
     def steps(self, name: str, *targets: int) -> Steps:
         """A call that waits for the counter to reach each target."""
@@ -353,7 +353,7 @@ def failing(error: Exception) -> Steps:
         (lambda: PeerLost("gone"), PeerLost, "gone"),
         (lambda: ZeroDivisionError("by design"), CommunicationError, "ZeroDivisionError: by design"),
         (lambda: RuntimeError("a tensor operation"), CommunicationError, "RuntimeError: a tensor operation"),
-        (Abandoned, GroupClosed, "broken was given up"),
+        (Abandoned, GroupClosed, "broken was aborted"),
     ],
     ids=["lost", "by zero", "tensor", "given up"],
 )
@@ -375,7 +375,7 @@ async def test_an_abandoned_call_ends_wherever_it_waits(queues):
     queues.is_given_up = True
     assert not on_the_spot.ended_well(1.0)
     await ended(queued)
-    assert [str(task.exception()) for task in (on_the_spot, queued)] == ["a was given up", "b was given up"]
+    assert [str(task.exception()) for task in (on_the_spot, queued)] == ["a was aborted", "b was aborted"]
 
 
 async def test_the_thread_hears_that_the_group_was_given_up(queues):
@@ -383,7 +383,7 @@ async def test_the_thread_hears_that_the_group_was_given_up(queues):
     await until(lambda: "a waits for 1" in queues.log)
     queues.is_given_up = True
     await ended(task)
-    assert str(task.exception()) == "a was given up"
+    assert str(task.exception()) == "a was aborted"
 
 
 async def test_a_call_that_failed_is_kept(queues):

@@ -345,7 +345,7 @@ def test_a_communicator_that_opens_after_the_abort_is_cut_and_not_called():
     nccl = FakeNccl()
     strategies = group(nccl, 0, [0, 0])
     nccl.trouble["open ring"] = strategies.abort
-    with pytest.raises(GroupClosed, match="the group was given up"):
+    with pytest.raises(GroupClosed, match="the group was aborted"):
         strategies.issue(all_reduce(), "ring")
     assert nccl.cut == ["ring"]
     assert nccl.events == ["open ring: rank 0 of 2, NCCL_ALGO=allreduce:ring"]
