@@ -1,6 +1,6 @@
 """A rank's registered memory: one sparse memory file, mapped whole by its peers on the same host.
 
-A buffer is an offset in that file, so peers find it without being told anything else. Pages cost memory only once
+A buffer is an offset in that file, so an offset is all that peers need to find it. Pages cost memory only once
 they are touched, and nothing is left behind when the process ends, however it ends.
 """
 
@@ -154,8 +154,8 @@ class Arena(Mapping):
                     return start
         return None
 
-    def _release(self, start: int, size: int) -> None:
-        """May be called at any moment: the garbage collector runs in whatever thread, even in one that has the lock."""
+    def release(self, start: int, size: int) -> None:
+        """A buffer is no longer used. The garbage collector calls this in any thread, even one that has the lock."""
         if os.getpid() != self._pid:  # a forked child lets go of its copy only; the memory is its parent's
             return
         if size >= _GIVE_BACK:
@@ -184,7 +184,7 @@ class Arena(Mapping):
 
 def _let_go(arena: weakref.ref[Arena], start: int, size: int, _: object) -> None:
     if (owner := arena()) is not None:
-        owner._release(start, size)
+        owner.release(start, size)
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
-"""Calls that are carried out in order: by whoever waits for them, for a moment, or else by a thread.
+"""Calls of one channel, carried out in order: by the event loop's thread for a moment, or else by a thread.
 
-A call is a generator that does its part and yields what it has to wait for. That lets the event loop's thread begin
-a call, and a thread go on with it where the loop had to stop.
+A call is a generator that does its part and yields what it has to wait for. So the event loop's thread can begin a
+call, and the queue's thread continues it where the loop had to stop.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from process_groups.call import Call, Completion
 from process_groups.signals import Abandoned, Counter, Patience
-from process_groups.transport import Call, Completion
 from runtime.errors import CommunicationError
 from runtime.threads import DaemonThreads
 
@@ -25,16 +26,28 @@ Wait = tuple[Counter, int]
 """A counter and the value it has to reach."""
 
 Steps = Iterator[Wait]
-_SHORT = 1 << 20  # bytes: the event loop moves so many in about 0.2 ms; a thread moves more
-_MIDDLE = 16 << 20  # bytes, moved in a millisecond or two: up to here it matters what calling the thread costs
-_AT_ONCE = 0.0003  # seconds from a call to its await: with cold caches, Python takes half of that
-_HABIT = 4  # calls on end that were awaited at once: so the next one will be
-_LOOK = 0.01  # seconds: calls that are further apart make no habit; as often the thread looks whether it is one still
+_SHORT_BYTES = 1 << 20  # the event loop moves these in about 0.2 ms; a thread moves more
+_MIDDLE_BYTES = 16 << 20  # moved in a millisecond or two: up to here the cost of waking the thread matters
+
+
+@dataclass(frozen=True, slots=True)
+class _AwaitHabit:
+    """When callers are expected to await the next call right away, so that waking the thread would only cost time."""
+
+    at_once_seconds: float = 0.0003
+    """From a call to its await; with cold caches Python alone takes half of that."""
+    num_calls: int = 4
+    """Consecutive calls that were awaited at once."""
+    look_seconds: float = 0.01
+    """Calls further apart make no habit; the thread looks this often whether there still is one."""
+
+
+_HABIT = _AwaitHabit()
 
 
 def is_short(call: Call) -> bool:
     """Whether this rank's part takes so little time that the event loop can do it."""
-    return _num_bytes(call) <= _SHORT
+    return _num_bytes(call) <= _SHORT_BYTES
 
 
 def _num_bytes(call: Call) -> int:
@@ -45,7 +58,7 @@ def _num_bytes(call: Call) -> int:
 _NOTHING: Steps = iter(())
 
 
-class Lane:
+class CallQueue:
     """One channel's calls, in the order they were made."""
 
     def __init__(
@@ -58,7 +71,7 @@ class Lane:
         self.patience, self.is_abandoned, self.explain = patience, is_abandoned, explain
         self._tasks: deque[Task] = deque()
         self._failed: list[Task] = []
-        """A peer may be writing a last piece into their buffers: those are not handed out again."""
+        """Kept, because a peer may still be writing a last piece into their buffers."""
         self._driving = threading.Lock()
         self.ending = threading.Lock()
         self._thread = DaemonThreads(name, limit=1)
@@ -74,12 +87,12 @@ class Lane:
         the thread, unless it would come too late anyway because callers use to await them right away."""
         task = Task(self, call, steps)
         if not is_short:
-            task.added = time.monotonic() if _num_bytes(call) <= _MIDDLE else None
+            task.added = time.monotonic() if _num_bytes(call) <= _MIDDLE_BYTES else None
             is_next = not self._tasks
             self._tasks.append(
                 task
             )  # before the look at the thread: what is there when it stops looking, it carries out
-            has_habit = self._is_looked_after and self._num_awaited_at_once >= _HABIT
+            has_habit = self._is_looked_after and self._num_awaited_at_once >= _HABIT.num_calls
             if has_habit and is_next and task.added is not None:
                 self._kick_soon()
             else:
@@ -100,27 +113,27 @@ class Lane:
         return task
 
     def add_waiting(self, call: Call, steps: Steps) -> Task:
-        """Queue a short call of which is known that it has to wait."""
+        """Queue a short call that has to wait."""
         task = Task(self, call, steps)
         self._tasks.append(task)
         self._kick_soon()
         return task
 
     def note_await(self, added: float, now: float) -> None:
-        """A call of middle length was made, and is awaited."""
-        is_at_once = now - added < _AT_ONCE and added - self._latest_added < _LOOK
+        """A call of middle length that was made at `added` is awaited now."""
+        is_at_once = now - added < _HABIT.at_once_seconds and added - self._latest_added < _HABIT.look_seconds
         self._num_awaited_at_once = self._num_awaited_at_once + 1 if is_at_once else 0
         self._latest_added = added
-        if self._num_awaited_at_once >= _HABIT and not self._is_looked_after and not self._is_stopped:
+        if self._num_awaited_at_once >= _HABIT.num_calls and not self._is_looked_after and not self._is_stopped:
             self._is_looked_after = True
             self._thread.submit(self._look)
 
     def _look(self) -> None:
-        """In the thread, which nobody calls as long as calls are awaited at once: if one is not, and something else
-        keeps the loop busy, it is under way a moment later all the same."""
+        """In the thread: while calls are awaited at once it is not woken for each, but looks now and then, so that
+        a call makes progress even if the loop is busy with something else."""
         latest = -math.inf
         self._thread_is_wanted.clear()
-        while not (self._thread_is_called or self._is_stopped or self._thread_is_wanted.wait(_LOOK)):
+        while not (self._thread_is_called or self._is_stopped or self._thread_is_wanted.wait(_HABIT.look_seconds)):
             if self._latest_added == latest:
                 break  # no call was awaited since the last look
             latest = self._latest_added
@@ -129,7 +142,7 @@ class Lane:
             self._drive(math.inf)
 
     def _kick_soon(self) -> None:
-        """If nobody awaits the call before the loop turns to other things, the thread shall have it."""
+        """Wake the thread for the call unless it is awaited before the loop's next turn."""
         if not self._kick_is_due:
             asyncio.get_running_loop().call_soon(self._kick)
             self._kick_is_due = True
@@ -183,17 +196,28 @@ class Lane:
         self._thread.stop()
 
 
+class Channel(Protocol):
+    """Calls that have one order on this rank and on its partners, which see each call before its bytes move."""
+
+    def post_at_once(self, call: Call) -> bool:
+        """Show the call to the partners; False, and nothing done, if one of them is too far behind."""
+
+    @property
+    def finish(self) -> Callable[[], None]:
+        """Show that the oldest call that was not finished is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Quick:
     """How small calls of one sort are carried out where they are made."""
 
-    lane: Lane
+    queue: CallQueue
     is_next: Callable[[], bool]
     """Whether such a call may be carried out now; True only where nothing comes before it."""
     _begin: Callable[[Call], Steps | None]
 
     def begin(self, call: Call) -> Steps | None:
-        """Carry it out as far as can be without waiting; what is left to do, if anything."""
+        """Carry it out as far as possible without waiting; returns what is left to do, if anything."""
         try:
             return self._begin(call)
         except Exception as failed:  # peers have seen the call: it fails for all
@@ -222,14 +246,14 @@ ENDED = Ended()
 
 
 class Task:
-    """One call on its lane, and its Completion."""
+    """One call in its queue, and its Completion."""
 
     __slots__ = (
-        "_callbacks", "_error", "_is_inference", "_lane", "_steps", "_waits_for", "added", "call", "ended", "ended_at",
+        "_callbacks", "_error", "_is_inference", "_queue", "_steps", "_waits_for", "added", "call", "ended", "ended_at",
     )  # fmt: skip
 
-    def __init__(self, lane: Lane, call: Call, steps: Steps) -> None:
-        self._lane, self.call, self._steps = lane, call, steps
+    def __init__(self, queue: CallQueue, call: Call, steps: Steps) -> None:
+        self._queue, self.call, self._steps = queue, call, steps
         self._is_inference = call.target is not None and call.target.is_inference()
         self._waits_for: Wait | None = None
         self.added: float | None = None
@@ -247,16 +271,16 @@ class Task:
             return self._go_on(end)
 
     def _go_on(self, end: float) -> bool:
-        lane, wait, error = self._lane, self._waits_for, None
+        queue, wait, error = self._queue, self._waits_for, None
         try:
-            if wait is not None and not wait[0].reaches(wait[1], end, lane.patience, lane.is_abandoned):
+            if wait is not None and not wait[0].reaches(wait[1], end, queue.patience, queue.is_abandoned):
                 return False
             for wait in self._steps:
-                if not wait[0].reaches(wait[1], end, lane.patience, lane.is_abandoned):
+                if not wait[0].reaches(wait[1], end, queue.patience, queue.is_abandoned):
                     self._waits_for = wait
                     return False
         except Abandoned:
-            error = lane.explain(self.call)
+            error = queue.explain(self.call)
         except CommunicationError as failed:
             error = failed
         except Exception as failed:  # a failing tensor operation shall end the call, not the thread
@@ -266,7 +290,7 @@ class Task:
 
     def _end(self, error: CommunicationError | None) -> None:
         self._steps = _NOTHING  # with the steps go the tensors that they hold
-        with self._lane.ending:
+        with self._queue.ending:
             self._error, self.ended_at, self.ended = error, time.monotonic(), True
             callbacks, self._callbacks = self._callbacks, None
         for callback in callbacks or ():
@@ -278,19 +302,19 @@ class Task:
     def ended_well(self, seconds: float) -> bool:
         now = time.monotonic() if seconds else 0.0
         if seconds and self.added is not None:
-            self._lane.note_await(self.added, now)
+            self._queue.note_await(self.added, now)
             self.added = None
         if not self.ended:
-            self._lane.go_on(now + seconds)
+            self._queue.go_on(now + seconds)
         return self.ended and self._error is None
 
     def exception(self) -> CommunicationError | None:
         return self._error
 
     def add_done_callback(self, callback: Callable[[Completion], None], /) -> None:
-        with self._lane.ending:
+        with self._queue.ending:
             if not self.ended:
                 self._callbacks = [*(self._callbacks or ()), callback]
-                self._lane.call_thread()
+                self._queue.call_thread()
                 return
         callback(self)

@@ -7,7 +7,8 @@ import time
 from dataclasses import dataclass
 
 from process_groups.arena import Arena
-from process_groups.group import STRATEGIES, Group
+from process_groups.arguments import STRATEGIES
+from process_groups.group import Group
 from process_groups.shared_memory.board import Pulse, Segment
 from process_groups.strategies.adaptive import CANDIDATES, Pinned
 from process_groups.topology import AXES, Topology, auto_order
@@ -92,12 +93,12 @@ class Formation:
             self._own.beat()
 
     def abort(self, error: CommunicationError) -> None:
-        """Leave because something failed; peers that wait for this rank are told why."""
+        """Abort all groups; peers that wait for this rank get the reason."""
         for group in self.groups.values():
             group.abort(error)
 
     async def close(self) -> None:
-        """Leave in peace; soon where something has already failed, for a lost peer can't say that it is done."""
+        """Close normally; after a failure within seconds, because a lost peer never reports that it is done."""
         deadline = time.monotonic() + _AFTER_A_FAILURE
         while not self._all_have_formed() and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
@@ -112,7 +113,7 @@ class Formation:
         return all(s.heartbeats for s in self._segments) or any(p.is_dead() for p in self._pulses)
 
     def release(self) -> None:
-        """Unmap the peers. Their waiting ends with their groups, so this comes last."""
+        """Unmap the peers' memory; call it after the groups are closed."""
         for segment in self._segments:
             segment.close()
         for pulse in self._pulses:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
 
-from process_groups.strategies.arithmetic import combine, finish, wide_dtype
-from process_groups.strategies.programs import program_of
-from process_groups.strategies.together import run_together
-from process_groups.transport import Call, Completion, Explanation, Place, mismatch, not_made, peer_lost
+from process_groups.call import Call, Completion, Explanation, Place, mismatch, not_made, peer_lost
+from process_groups.reduction import combine, finish, wide_dtype
+from process_groups.strategies.algorithms import program_of
+from process_groups.strategies.program import Program, Transfer
+from process_groups.transport import Transport
 from runtime.errors import CommunicationError, Coords
 
 CPU = torch.device("cpu")
@@ -51,7 +53,7 @@ class _Exchange:
     broken: CommunicationError | None = None
 
 
-class InProcessTransport:
+class InProcessTransport(Transport):
     """One rank's end of an exchange. All ranks live on one event loop, so nothing here needs a lock."""
 
     name = "in-process"
@@ -59,9 +61,6 @@ class InProcessTransport:
 
     def __init__(self, exchange: _Exchange, me: int) -> None:
         self._exchange, self._places, self._me = exchange, exchange.places, me
-
-    def extra_seconds(self, num_bytes: int) -> float:
-        return 0.0
 
     def start(self, call: Call) -> Completion:
         channel = self._channel(call)
@@ -147,36 +146,37 @@ class _Arrival:
 
 
 def carry_out(calls: list[Call]) -> None:
-    """Do what all ranks together asked for. 16-bit floats are added up in float32, in rank order or the strategy's."""
+    """Do what all ranks together asked for. 16-bit floats are added in float32, in rank order or the strategy's."""
+    first = calls[0]
     # Copies: a target may be a source too.
     sources = [call.source.clone() for call in calls if call.source is not None]
     targets = [call.target for call in calls if call.target is not None]
-    match calls[0].kind:
-        case "all_reduce" if calls[0].strategy not in ("default", "adaptive"):  # nothing to adapt to in one process
-            _run_programs(calls[0], sources, targets)
+    if first.kind == "all_reduce" and first.strategy not in ("default", "adaptive"):
+        _run_programs(first, sources, targets)
+    elif first.kind != "barrier":
+        for target, result in zip(targets, _results(first, sources), strict=True):
+            target.copy_(result)
+
+
+def _results(call: Call, sources: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Of a call with these sources in rank order: what each rank that gets something gets."""
+    size = len(sources)
+    match call.kind:
         case "all_reduce":
-            total = _reduced(sources, calls[0].op)
-            for target in targets:
-                target.copy_(total)
+            return [_reduced(sources, call.op)] * size
         case "reduce_scatter":
-            parts = _reduced(sources, calls[0].op).tensor_split(len(calls))
-            for target, part in zip(targets, parts, strict=True):
-                target.copy_(part)
+            return _reduced(sources, call.op).tensor_split(size)
         case "all_gather":
-            whole = torch.cat([source.reshape(1) if source.dim() == 0 else source for source in sources])
-            for target in targets:
-                target.copy_(whole)
+            return [torch.cat([source.reshape(1) if source.dim() == 0 else source for source in sources])] * size
         case "broadcast":
-            root = calls[0].peer
-            assert root is not None
-            for target in targets:
-                target.copy_(sources[root])
+            assert call.peer is not None
+            return [sources[call.peer]] * size
         case "all_to_all":
-            parts_of = [source.tensor_split(len(calls)) for source in sources]
-            for me, target in enumerate(targets):
-                target.copy_(torch.cat([parts[me] for parts in parts_of]))
+            parts_of = [source.tensor_split(size) for source in sources]
+            return [torch.cat([parts[me] for parts in parts_of]) for me in range(size)]
         case "send" | "recv":
-            targets[0].copy_(sources[0])
+            return sources
+    raise AssertionError(call.kind)
 
 
 def _run_programs(call: Call, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
@@ -197,3 +197,62 @@ def _reduced(tensors: list[torch.Tensor], op: str | None) -> torch.Tensor:
         combine(total, tensor.to(wide), op)
     finish(total, op, len(tensors))
     return total.to(dtype)
+
+
+# Strategies: the programs of all ranks, with a message queue from each rank to each other.
+
+Mail = defaultdict[tuple[int, int], deque[torch.Tensor]]
+"""What is on its way, by sender and receiver."""
+
+
+def run_together(programs: Sequence[Program], tensors: Sequence[torch.Tensor], op: str) -> None:
+    """All-reduce the ranks' contiguous tensors in place. A program that does not end is an AssertionError."""
+    assert len(programs) == len(tensors), (len(programs), len(tensors))
+    wide = wide_dtype(tensors[0].dtype, op)
+    buffers = [tensor.view(-1).to(wide) for tensor in tensors]  # the same memory, if the type is wide enough
+    mail: Mail = defaultdict(deque)
+    _interpret({me: _run(programs[me], me, buffer, mail, op) for me, buffer in enumerate(buffers)}, mail)
+    for tensor, buffer in zip(tensors, buffers, strict=True):
+        finish(buffer, op, len(tensors))
+        if tensor.dtype != wide:
+            tensor.view(-1).copy_(buffer)
+
+
+def _interpret(runs: dict[int, Iterator[int]], mail: Mail) -> None:
+    """Continue every rank that can, until all are done."""
+    awaited: dict[int, int] = {}
+    while runs:
+        ready = [me for me in runs if me not in awaited or mail[awaited[me], me]]
+        if not ready:
+            raise AssertionError("stuck: " + ", ".join(f"rank {me} waits for rank {awaited[me]}" for me in runs))
+        for me in ready:
+            peer = next(runs[me], None)
+            if peer is None:
+                del runs[me]
+            else:
+                awaited[me] = peer
+    unread = [pair for pair, queue in mail.items() if queue]
+    assert not unread, f"sent and never received, (from, to): {unread}"
+
+
+def _run(program: Program, me: int, buffer: torch.Tensor, mail: Mail, op: str) -> Iterator[int]:
+    """Run one rank's program; where a message is missing, yield the rank that it must come from."""
+    for step in program:
+        for send in step.sends:
+            mail[me, send.peer].append(buffer[send.start : send.stop].clone())
+        for receive in step.reduces:
+            theirs = yield from _received(receive, me, mail)
+            combine(buffer[receive.start : receive.stop], theirs, op)
+        for receive in step.replaces:
+            theirs = yield from _received(receive, me, mail)
+            buffer[receive.start : receive.stop].copy_(theirs)
+
+
+def _received(receive: Transfer, me: int, mail: Mail) -> Generator[int, None, torch.Tensor]:
+    queue = mail[receive.peer, me]
+    if not queue:
+        yield receive.peer
+    message = queue.popleft()
+    # A message of one element would fit anywhere, for torch would repeat it.
+    assert len(message) == receive.stop - receive.start, f"rank {me} got {len(message)} elements for {receive}"
+    return message

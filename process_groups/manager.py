@@ -11,16 +11,16 @@ from concurrent.futures import Future
 import torch
 
 from monitoring.events.collectives import CollectiveRecorder
+from process_groups.call import Place
 from process_groups.formation import GROUP_NAMES, Formation, MeshPlan, ranks_of
 from process_groups.group import Group
 from process_groups.in_process import CPU, InProcessWorld
-from process_groups.rendezvous import Meeting
-from process_groups.transport import Place
+from process_groups.rendezvous import Rendezvous
 from runtime.environment import PrivateFile, RankEnvironment
 from runtime.errors import DeadlineExceeded, Parallel3DError, PeerLost
 from runtime.threads import DaemonThreads
 
-_GRACE = 5.0  # seconds: whoever notices that the time is up says more than that, and torch is slow to give up
+_GRACE = 5.0  # seconds: the rendezvous meets its own deadline first, and its error says more
 
 
 def form_in_process(
@@ -53,11 +53,11 @@ async def form(
 ) -> Formation:
     """The mesh of a rank that is a process; its n-th is the n-th of every other rank.
 
-    Meeting blocks, so a thread does it and the loop stays free.
+    The rendezvous blocks, so a thread does it and the loop stays free.
     """
     plan.check_world_size(environment.world_size)
     threads = DaemonThreads("parallel3d-form", limit=1)
-    forming = threads.submit(Meeting(plan, environment, number, recorder).form)
+    forming = threads.submit(Rendezvous(plan, environment, number, recorder).form)
     threads.stop()
     try:
         async with asyncio.timeout(plan.startup_timeout + _GRACE):

@@ -1,12 +1,10 @@
-"""Sums, means, minima and maxima of several ranks' values, always in rank order, a cache-sized piece at a time."""
+"""How ranks' values are combined: in which dtype, in which order, and in pieces that fit the cache."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 import torch
-
-from process_groups.strategies.arithmetic import wide_dtype
 
 PIECE = 512 << 10
 """The most bytes of a piece."""
@@ -17,6 +15,32 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "min": torch.minimum,
     "max": torch.maximum,
 }
+
+
+def wide_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
+    """The type of partial results: float32 for sums of 16-bit floats, so that they are rounded once, at the end."""
+    is_short_float = dtype in (torch.bfloat16, torch.float16)
+    return torch.float32 if is_short_float and op in ("sum", "mean") else dtype
+
+
+def combine(mine: torch.Tensor, theirs: torch.Tensor, op: str, out: torch.Tensor | None = None) -> None:
+    """mine (op) theirs, into `out`, or else into `mine`; a mean is a sum until `finish`."""
+    out = mine if out is None else out
+    match op:
+        case "sum" | "mean":
+            torch.add(mine, theirs, out=out)
+        case "min":
+            torch.minimum(mine, theirs, out=out)
+        case "max":
+            torch.maximum(mine, theirs, out=out)
+        case _:
+            raise AssertionError(f"no such op: {op!r}")
+
+
+def finish(total: torch.Tensor, op: str, size: int) -> None:
+    """Turn the combined values of all `size` ranks into the result, in place. A mean is of floats only."""
+    if op == "mean":
+        total.div_(size)
 
 
 class Reducer:

@@ -1,4 +1,4 @@
-"""How the ranks of a mesh meet: they agree on its shape, see who shares a host, and open the groups they are in.
+"""The rendezvous of a mesh's ranks: they agree on its shape, find who shares a host, and open their groups.
 
 Everything here blocks, so a thread does it.
 """
@@ -18,12 +18,13 @@ import torch.distributed as dist
 
 from monitoring.events.collectives import CollectiveRecorder
 from process_groups.arena import Arena, ArenaUnavailable, Mapping, open_peer
+from process_groups.call import Place
 from process_groups.formation import GROUP_NAMES, Formation, MeshPlan, ranks_of
 from process_groups.group import Group
-from process_groups.ledger import Member
 from process_groups.shared_memory.board import Pulse, Segment
 from process_groups.shared_memory.exchange import Exchange
 from process_groups.shared_memory.layout import lay_out
+from process_groups.shared_memory.ledger import Member
 from process_groups.shared_memory.sharing import RegisteredMemory, warn_if_not_shared
 from process_groups.shared_memory.transport import SharedMemoryTransport
 from process_groups.signals import CAN_WAIT
@@ -38,7 +39,7 @@ from process_groups.torch_backend.backends import (
 from process_groups.torch_backend.connections import loopback_address
 from process_groups.torch_backend.nccl_strategies import NcclStrategies
 from process_groups.torch_backend.transport import TorchTransport, translate
-from process_groups.transport import Place, Transport
+from process_groups.transport import Transport
 from runtime.environment import InheritedFile, RankEnvironment
 from runtime.errors import CommunicationError, DeadlineExceeded, LaunchError, Mismatch, PeerLost
 from runtime.threads import DaemonThreads
@@ -46,7 +47,7 @@ from runtime.threads import DaemonThreads
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05  # seconds between looks: a wait of the store's would notice no death
 
 
-class Meeting:
+class Rendezvous:
     """One rank's part in forming a mesh, step by step."""
 
     def __init__(
@@ -138,7 +139,7 @@ class Meeting:
         return None
 
     def _meet(self, store: dist.Store, own: Segment, problem: str | None) -> list[dict[str, Any]]:
-        """Everybody says who they are; returns when all have."""
+        """Publish this rank's settings and addresses; returns those of all ranks."""
         greeting = {
             "shape": [self._plan.dp, self._plan.tp, self._plan.pp],
             "order": self._plan.order,
@@ -196,19 +197,19 @@ class Meeting:
             raise _ended_early(rank) from None
 
     def _exchange(self, store: dist.Store, what: str, mine: Any) -> list[Any]:
-        """Tell every rank something, and hear it from each."""
+        """Publish a value, and return every rank's."""
         store.set(f"{what}/{self._rank}", json.dumps(mine))
         keys = [f"{what}/{rank}" for rank in range(self._size)]
         pause = _SHORTEST_PAUSE
         while not store.check(keys):
             self._check_pulses()
             if time.monotonic() > self._deadline:
-                raise self._nobody_came(store, keys)
+                raise self._missing_ranks(store, keys)
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE)
         return [json.loads(store.get(key)) for key in keys]
 
-    def _nobody_came(self, store: dist.Store, keys: Sequence[str]) -> DeadlineExceeded:
+    def _missing_ranks(self, store: dist.Store, keys: Sequence[str]) -> DeadlineExceeded:
         missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
         return DeadlineExceeded(
             f"start-up: {'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing[:20])} of {self._size} did "

@@ -1,7 +1,7 @@
 """Counters in shared memory, and how ranks wait for them: a moment awake, then asleep on a futex.
 
-A counter has one writer, which stores the new value and wakes whoever sleeps on it; nobody is elected to wake the
-others, so no wake-up is lost. A sleeper looks again now and then all the same, for a dead writer wakes nobody.
+A counter has one writer, which stores the new value and wakes all that sleep on it; no sleeper is elected to wake the
+others, so no wake-up is lost. A sleeper still looks again now and then, because a dead writer wakes none.
 
 Waking costs a system call, so a rank says that it sleeps before it looks for the last time, and a writer stores the
 value before it looks who sleeps. Both have to happen in that order in memory too: the kernel sees to it for the
@@ -25,7 +25,7 @@ from runtime.cores import num_cores
 _MASK = (1 << 32) - 1
 _WAIT, _WAKE, _EVERYBODY = 0, 1, (1 << 31) - 1
 _FUTEX = 202  # the system call's number on x86_64
-_LONGEST_SLEEP = 0.05  # seconds, then whether the group was given up
+_LONGEST_SLEEP = 0.05  # seconds, then whether the group was aborted
 CAN_WAIT = platform.machine() == "x86_64"
 """Only there do other cores see stores in order, and is a lock a fence: Python has nothing else to ask for either."""
 
@@ -77,7 +77,7 @@ class Sleepers:
 
 
 class Abandoned(Exception):
-    """The group was given up while a call waited."""
+    """The group was aborted while a call waited."""
 
 
 class Counter:

@@ -7,15 +7,12 @@ import contextlib
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-from process_groups.transport import Call, Completion
+from process_groups.call import Call, Completion
 from runtime.errors import CommunicationError, DeadlineExceeded, PeerLost
-
-if TYPE_CHECKING:
-    from process_groups.group import Group
 
 _INLINE = 0.001  # seconds: small calls end sooner than a hand-over between threads would take
 _LOOK = 0.1  # seconds between looks for trouble while a call is under way
@@ -30,17 +27,41 @@ class CopyBack:
     to: torch.Tensor
 
 
+class WorkOwner(Protocol):
+    """The part of a group that its calls under way use, on the event loop's thread."""
+
+    name: str
+
+    def has_kept_the_loop(self) -> bool:
+        """Whether the loop is due for a turn: awaits that never suspend starve timers and other tasks."""
+
+    def trouble(self, call: Call) -> CommunicationError | None:
+        """Why the call will never end."""
+
+    def too_late(self, call: Call, seconds: float) -> CommunicationError:
+        """The error for a call that did not end in time; names the rank that it waits for."""
+
+    def settled(self, work: Work, error: CommunicationError | None) -> None:
+        """The call has ended."""
+
+    def fail(self, work: Work, error: CommunicationError) -> None:
+        """Settle the call with an error, and abort the group."""
+
+    def cancelled(self, call: Call) -> None:
+        """The await was cancelled: abort the group."""
+
+
 class Work:
     """A call under way. Awaiting it gives the resulting tensor; cancelling the await closes the group."""
 
     __slots__ = (
-        "_completion", "_copies_back", "_copy_back", "_deadline", "_ended", "_error", "_group", "_result", "_timer",
+        "_completion", "_copies_back", "_copy_back", "_deadline", "_ended", "_error", "_owner", "_result", "_timer",
         "_unnamed", "_waiters", "began", "call",
     )  # fmt: skip
 
     def __init__(
         self,
-        group: Group,
+        owner: WorkOwner,
         call: Call,
         result: torch.Tensor | None,
         copy_back: CopyBack | None,
@@ -48,7 +69,7 @@ class Work:
         completion: Completion | None = None,
     ) -> None:
         self.call, self.began = call, began
-        self._group, self._result, self._copy_back, self._completion = group, result, copy_back, completion
+        self._owner, self._result, self._copy_back, self._completion = owner, result, copy_back, completion
         self._copies_back = copy_back is not None
         self._deadline = began + call.timeout
         self._ended = False
@@ -59,7 +80,7 @@ class Work:
 
     def __repr__(self) -> str:
         how = "under way" if not self._ended else "ended" if self._error is None else "failed"
-        return f"<Work: {self.call.describe()} on group {self._group.name}, {how}>"
+        return f"<Work: {self.call.describe()} on group {self._owner.name}, {how}>"
 
     def done(self) -> bool:
         """Whether the call has ended, well or not, as far as this rank's event loop knows."""
@@ -79,7 +100,7 @@ class Work:
     def __await__(self) -> Generator[object, None, torch.Tensor]:
         if not self._ended and not self._ends_within(_INLINE):
             yield from self._wait().__await__()
-        elif self._group._has_kept_the_loop():
+        elif self._owner.has_kept_the_loop():
             yield None  # timers and other tasks have waited long enough
         if self._error is not None:
             raise self._error
@@ -109,11 +130,11 @@ class Work:
             await waiter
         except asyncio.CancelledError:
             if not self._ended:
-                self._group._cancelled(self.call)
+                self._owner.cancelled(self.call)
             raise
 
     def watch(self) -> None:
-        """Have the loop told when the call ends, or that it never will."""
+        """Notify the loop when the call ends, or when it is known that it never will."""
         if self._timer is not None or self._ended:
             return
         loop, completion = asyncio.get_running_loop(), self._completion
@@ -145,15 +166,15 @@ class Work:
             self._unnamed, self._deadline = error, time.monotonic() + _NAMING
             self._look()
         elif isinstance(error, DeadlineExceeded) and error.action is None:  # the transport's own clock was first
-            self._group._fail(self, self._too_late())
+            self._owner.fail(self, self._too_late())
         else:
             assert isinstance(error, CommunicationError), error
-            self._group._fail(self, error)
+            self._owner.fail(self, error)
 
     def _look(self) -> None:
         if self._ended:
             return
-        trouble = self._group._trouble(self.call)
+        trouble = self._owner.trouble(self.call)
         left = self._deadline - time.monotonic()
         if trouble is None and left > 0:
             pause = _LOOK if self._unnamed is None else _LOOK / 20
@@ -161,10 +182,10 @@ class Work:
             self._timer.cancel()
             self._timer = asyncio.get_running_loop().call_later(min(pause, left), self._look)
         else:
-            self._group._fail(self, trouble or self._unnamed or self._too_late())
+            self._owner.fail(self, trouble or self._unnamed or self._too_late())
 
     def _too_late(self) -> CommunicationError:
-        return self._group._too_late(self.call, self._deadline - self.began)
+        return self._owner.too_late(self.call, self._deadline - self.began)
 
     def settle(self, error: CommunicationError | None) -> None:
         """Decide how the call ended, once; the loop's thread only."""
@@ -175,7 +196,7 @@ class Work:
             self._result = self.call.result.view(self._result.shape)
         if self._timer is not None:
             self._timer.cancel()
-        self._group._settled(self, error)
+        self._owner.settled(self, error)
         for waiter in self._waiters or ():
             if not waiter.done():
                 waiter.set_result(None)

@@ -12,7 +12,7 @@ import torch
 from parallel3d.benchmarks.worker import largest_sum
 from parallel3d.formatting import BYTES, LARGEST_SIZE, in_base_unit
 from process_groups.arena import available_memory
-from process_groups.group import REDUCIBLE, STRATEGIES
+from process_groups.arguments import REDUCIBLE, STRATEGIES
 from runtime.errors import InvalidCall
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in REDUCIBLE}

@@ -18,7 +18,7 @@ from parallel3d.gradients.reducer import GradientSync
 from parallel3d.optim.clip import SquaredNorm, clip_factor
 from parallel3d.optim.fused import Update, update_of
 from parallel3d.rank_mesh import Mesh
-from process_groups.shared_memory.engine_collectives import Outcome
+from process_groups.tensor_exchange import Outcome
 from runtime.errors import NonFiniteGradient, name_rank
 
 Scale = Callable[[Sequence[float]], float]
@@ -120,7 +120,7 @@ class Optimizer:
         if exchange is None:
             return [numbers]
         exchange.room((1, len(numbers)), torch.float64).copy_(torch.tensor([numbers], dtype=torch.float64))
-        exchange.post(Outcome.JOINED)
+        exchange.post(Outcome.ALL_GATHER)
         rows: list[list[float]] = exchange.result().tolist()
         return rows
 

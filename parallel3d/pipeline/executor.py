@@ -62,7 +62,7 @@ class Executor:
             autocast=autocast,
             collective_seconds=collective_seconds,
             recorder=recorder,
-            calls_per_event=0 if any(pipe.is_told_by_group for pipe in pipes.values()) else 1,
+            calls_per_event=0 if any(pipe.is_recorded_by_group for pipe in pipes.values()) else 1,
         )
 
     async def step(self, inputs: Sequence[Any], targets: Sequence[Any], weights: Sequence[float] | None = None) -> Step:

@@ -20,7 +20,7 @@ from parallel3d.pipeline.program import RankProgram, microbatch_of
 from parallel3d.pipeline.schedules.actions import RECEIVES, Action, Kind, send_of
 from parallel3d.pipeline.stage import Loss, Stage
 from parallel3d.rank_mesh import Mesh
-from process_groups.shared_memory.pipes import Message, Pipe
+from process_groups.pipes import Message, Pipe
 from runtime.errors import DeadlineExceeded, name_rank
 
 _RECORD_BATCH = 1024  # actions; far fewer than a recorder holds, so that it can be emptied during a long pass

@@ -22,7 +22,7 @@ import torch
 
 from parallel3d.gradients.deferred import Job, autocast_dtype, defer_weight_grad, is_split
 from parallel3d.torch_internals import lean_apply, version_of
-from process_groups.shared_memory.engine_collectives import Outcome, TensorExchange, slice_of
+from process_groups.tensor_exchange import Outcome, TensorExchange, slice_of
 
 SEQUENCE_DIM = 1
 """The dimension that sequence parallelism shards."""
@@ -80,20 +80,20 @@ class TPContext:
         """Start the all-reduce of what is in the buffer; a reduce-scatter with sequence parallelism."""
         self.pending = None
         if sequence_parallel:
-            self.exchange.post(Outcome.SLICE, SEQUENCE_DIM)
+            self.exchange.post(Outcome.REDUCE_SCATTER, SEQUENCE_DIM)
         else:
-            self.exchange.post(Outcome.TOTAL)
+            self.exchange.post(Outcome.ALL_REDUCE)
 
     def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' values."""
         self.buffer(values.shape, values.dtype).copy_(values)
-        self.exchange.post(Outcome.TOTAL)
+        self.exchange.post(Outcome.ALL_REDUCE)
         return self.exchange.result()
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         """The whole sequence, from all ranks' slices."""
         self.buffer(values.shape, values.dtype).copy_(values)
-        self.exchange.post(Outcome.JOINED, SEQUENCE_DIM)
+        self.exchange.post(Outcome.ALL_GATHER, SEQUENCE_DIM)
         return self.exchange.result()
 
     def sequence_slice(self, values: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from parallel3d.tensor.mappings import TPContext, gather_sequence, split_sequenc
 from parallel3d.tensor.plan import KEY, TensorPlan, is_inside, sharded_dim
 from parallel3d.tensor.vocabulary import VocabEmbedding, VocabHead
 from parallel3d.torch_internals import parameters_of
-from process_groups.shared_memory.engine_collectives import TensorExchange
+from process_groups.tensor_exchange import TensorExchange
 from runtime.errors import InvalidCall
 
 ALL_REDUCE = "AllReduce"

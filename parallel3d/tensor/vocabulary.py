@@ -18,7 +18,7 @@ from parallel3d.models.losses import IGNORED
 from parallel3d.tensor.layers import ColumnLinear, ShardedModule, ShardSlice, reduce_partial_grads
 from parallel3d.tensor.mappings import TPContext
 from parallel3d.torch_internals import lean_apply
-from process_groups.shared_memory.engine_collectives import Outcome, TensorExchange
+from process_groups.tensor_exchange import Outcome, TensorExchange
 from runtime.errors import InvalidCall
 
 
@@ -75,7 +75,7 @@ class _CrossEntropy(torch.autograd.Function):
         torch.sum(exponentials, -1, out=total)
         # Masked and not multiplied by 0: the logit may be infinite.
         target_logit.copy_(logits.gather(-1, local).squeeze(-1)).masked_fill_(~is_here, 0)
-        exchange.post(Outcome.JOINED)
+        exchange.post(Outcome.ALL_GATHER)
         highest_of, total_of, target_logit_of = exchange.result().unbind(1)
         highest = highest_of.amax(0)
         scales = (highest_of - highest).exp_()
@@ -111,7 +111,7 @@ class _Gather(torch.autograd.Function):
         slices = [ShardSlice.of_rank(0, own.whole_size, rank, exchange.size) for rank in range(exchange.size)]
         # Every rank sends as much as the first, which has the largest shard.
         exchange.room((*logits.shape[:-1], slices[0].size), logits.dtype)[..., : own.size] = logits
-        exchange.post(Outcome.JOINED, logits.dim() - 1)
+        exchange.post(Outcome.ALL_GATHER, logits.dim() - 1)
         joined = exchange.result()
         if all(each.size == slices[0].size for each in slices):
             return joined

@@ -28,7 +28,7 @@ from parallel3d.tensor.layers import ShardSlice, shard_slice_of
 from parallel3d.tensor.mappings import TPContext
 from parallel3d.tensor.shards import apply_shards
 from parallel3d.tensor.vocabulary import gather_logits, vocab_cross_entropy
-from process_groups.shared_memory.engine_collectives import TensorExchange
+from process_groups.tensor_exchange import TensorExchange
 from runtime.errors import NonFiniteGradient
 
 _WEIGHT_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from monitoring.events.collectives import bus_factor
 from monitoring.events.events import What
 from monitoring.events.recorder import Recorder
-from process_groups.shared_memory.engine_collectives import Moved, Outcome, TensorExchange
+from process_groups.tensor_exchange import Moved, Outcome, TensorExchange
 
-_CALLS = {Outcome.TOTAL: "all_reduce", Outcome.SLICE: "reduce_scatter", Outcome.JOINED: "all_gather"}
+_CALLS = {Outcome.ALL_REDUCE: "all_reduce", Outcome.REDUCE_SCATTER: "reduce_scatter", Outcome.ALL_GATHER: "all_gather"}
 
 
 class Span(NamedTuple):
@@ -74,7 +74,7 @@ class StepEvents:
         any."""
         if self._exchange is None:
             return None
-        moved = _since(self._exchange, Outcome.TOTAL, self._measured)
+        moved = _since(self._exchange, Outcome.ALL_REDUCE, self._measured)
         factor = bus_factor("all_reduce", self._exchange.size)
         return factor * moved.num_bytes / moved.seconds / 1e9 if moved.seconds > 0 else None
 
@@ -91,7 +91,7 @@ class StepEvents:
 
     def _record_exchanges(self, recorder: Recorder, within: Span) -> None:
         """One event a kind of tensor-parallel exchange: there are too many for one each."""
-        if self._exchange is None or self._exchange.is_told_by_group:
+        if self._exchange is None or self._exchange.is_recorded_by_group:
             return
         for outcome in self._exchange.moved:
             moved = _since(self._exchange, outcome, self._recorded)

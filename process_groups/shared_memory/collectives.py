@@ -14,12 +14,12 @@ from dataclasses import replace
 import torch
 
 from process_groups.arena import PAGE
+from process_groups.call import Call
 from process_groups.call_queue import Steps
 from process_groups.reduction import part, pieces
 from process_groups.shared_memory.exchange import Exchange
 from process_groups.shared_memory.layout import CHUNK
 from process_groups.shared_memory.relay import relay
-from process_groups.transport import Call
 
 FLAT = 64 << 10  # bytes: up to here one round costs less than two, though it does not share the work
 
@@ -176,7 +176,7 @@ def _exposing(exchange: Exchange, call: Call) -> Steps:
         offsets = [exchange.offer_of(rank, round_number) for rank in shown]
         if None not in offsets:
             take(_in_place(exchange, source, dict(zip(shown, offsets, strict=True))), 0, source.shape[1])
-            exchange.check()  # what a rank that gave up has in its buffer may be anything
+            exchange.check()  # what a rank that aborted has in its buffer may be anything
             yield from exchange.everybody(exchange.arrive())
             return
     rows, columns = source.shape

@@ -100,7 +100,7 @@ class Exchange:
     # Giving up.
 
     def give_up(self) -> None:
-        """Let nobody write into this rank's buffers any more, and wake whoever waits, here or there."""
+        """Stop all writes into this rank's buffers, and wake all waiting threads, here and on peers."""
         self._is_given_up = True
         self._abort[0] = 1
         for counter in (self._progress, *self._progress_of, self.result, *self.windows_added):
@@ -114,7 +114,7 @@ class Exchange:
         return self._is_given_up
 
     def check(self) -> None:
-        """Between two pieces: a rank that gave up may use its buffers for something else."""
+        """Between two pieces: a rank that aborted may use its buffers for something else."""
         if self.is_abandoned():
             raise Abandoned
 
@@ -186,6 +186,13 @@ class Exchange:
             if self._work_space is None:
                 raise no_memory("a work space", num_bytes)
         return self._work_space
+
+    def place(self, part: torch.Tensor, dtype: torch.dtype, most_bytes: int) -> torch.Tensor:
+        """Where a block of a strategy's all-reduce is worked on: in the tensor itself if it is registered and has this
+        dtype, else in the work space."""
+        if dtype == part.dtype and self.own.offset_of(part) is not None:
+            return part
+        return self.work_space(most_bytes)[: part.numel() * dtype.itemsize].view(dtype)
 
     def remembered(
         self, key: tuple[object, ...], make: Callable[[], list[list[torch.Tensor]]]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from process_groups.pipes import MESSAGE_WORDS
+
 _LINE = 64  # bytes: what two ranks write never shares a cache line
 _PAGE = 4096
 NUM_SLOTS = 3  # of the staging area: while one is read another is filled, by ranks up to two rounds ahead
@@ -17,7 +19,6 @@ NUM_PACKETS = 4  # under way from one rank to another
 PACKET = 256 << 10  # bytes
 NUM_MESSAGES = 32  # of a pipe, under way from one rank to another
 NUM_ROOMS = 2  # for a rank's parts of tensors that are exchanged: one is read while the next is written
-MESSAGE_WORDS = 256  # of 8 bytes, with one for their number: what a message consists of, and where that lies
 
 
 @dataclass(frozen=True, slots=True)

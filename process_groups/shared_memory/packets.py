@@ -23,13 +23,13 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch.autograd.graph import increment_version
 
-from process_groups.call_queue import Lane, Quick, Steps
+from process_groups.call import Call
+from process_groups.call_queue import CallQueue, Quick, Steps
 from process_groups.shared_memory.exchange import Exchange
 from process_groups.shared_memory.layout import NUM_PACKETS, PACKET
 from process_groups.shared_memory.streaming import stream
 from process_groups.shared_memory.writer import WORTH_STREAMING, Writer
 from process_groups.signals import Abandoned
-from process_groups.transport import Call
 
 _HEADER = struct.Struct("<QQ")
 _WORTH_SHOWING = 64 << 10  # bytes: a larger registered tensor may be read where it lies; then the sender waits
@@ -157,7 +157,7 @@ class Outbox(_Pair):
                 break
             left -= 1
             self._helping[2] = left
-            if self._is_abandoned():  # a receiver that gave up may use its buffer for something else
+            if self._is_abandoned():  # a receiver that aborted may use its buffer for something else
                 raise Abandoned
             part = values[left * size : (left + 1) * size]
             start = place + left * size
@@ -236,7 +236,7 @@ class Inbox(_Pair):
             begun += 1
         if self.helped.value < (last := self._helping[1]):
             yield self.helped, last
-        if self._is_abandoned():  # what a sender that gave up has in its buffer may be anything
+        if self._is_abandoned():  # what a sender that aborted has in its buffer may be anything
             raise Abandoned
         self.number += 2
         self.consumed.store(self.number)
@@ -245,9 +245,9 @@ class Inbox(_Pair):
 class Packets:
     """All sends and receives between this rank and those of its group that share its memory."""
 
-    def __init__(self, exchange: Exchange, make_lane: Callable[[str], Lane]) -> None:
-        self._exchange, self._make_lane = exchange, make_lane
-        self._boxes: dict[tuple[str, int], tuple[Lane, Outbox | Inbox]] = {}
+    def __init__(self, exchange: Exchange, make_queue: Callable[[str], CallQueue]) -> None:
+        self._exchange, self._make_queue = exchange, make_queue
+        self._boxes: dict[tuple[str, int], tuple[CallQueue, Outbox | Inbox]] = {}
 
     def reaches(self, peer: int | None) -> bool:
         """Whether a peer shares this rank's memory."""
@@ -260,21 +260,21 @@ class Packets:
         assert call.peer is not None
         if not 0 < tensor.nbytes <= _WORTH_SHOWING:
             return None
-        lane, box = self._boxes.get((call.kind, call.peer)) or self._open(call.kind, call.peer)
-        return Quick(lane, lambda: lane.is_idle, box.begin)
+        queue, box = self._boxes.get((call.kind, call.peer)) or self._open(call.kind, call.peer)
+        return Quick(queue, lambda: queue.is_idle, box.begin)
 
-    def lane_and_steps(self, call: Call) -> tuple[Lane, Steps]:
+    def queue_and_steps(self, call: Call) -> tuple[CallQueue, Steps]:
         """In which order a send or receive comes, and what is to be done."""
         assert call.peer is not None
-        lane, box = self._boxes.get((call.kind, call.peer)) or self._open(call.kind, call.peer)
-        return lane, box.send(call) if isinstance(box, Outbox) else box.receive(call)
+        queue, box = self._boxes.get((call.kind, call.peer)) or self._open(call.kind, call.peer)
+        return queue, box.send(call) if isinstance(box, Outbox) else box.receive(call)
 
-    def _open(self, kind: str, peer: int) -> tuple[Lane, Outbox | Inbox]:
-        lane, me = self._make_lane(f"{kind}-{peer}"), self._exchange.me
+    def _open(self, kind: str, peer: int) -> tuple[CallQueue, Outbox | Inbox]:
+        queue, me = self._make_queue(f"{kind}-{peer}"), self._exchange.me
         box = Outbox(self._exchange, me, peer) if kind == "send" else Inbox(self._exchange, peer, me)
-        self._boxes[kind, peer] = lane, box
+        self._boxes[kind, peer] = queue, box
         return self._boxes[kind, peer]
 
-    def lanes(self) -> Iterator[Lane]:
-        for lane, _ in self._boxes.values():
-            yield lane
+    def queues(self) -> Iterator[CallQueue]:
+        for queue, _ in self._boxes.values():
+            yield queue

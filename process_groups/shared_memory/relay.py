@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import torch
 
+from process_groups.call import Call
 from process_groups.call_queue import Steps
-from process_groups.reduction import PIECE
+from process_groups.reduction import PIECE, combine, finish, wide_dtype
 from process_groups.shared_memory.exchange import Exchange
 from process_groups.shared_memory.layout import LEAD, WINDOW
-from process_groups.strategies.arithmetic import combine, finish, wide_dtype
-from process_groups.transport import Call
 
 assert WINDOW <= 2 * PIECE  # so that scratch memory has room for one
 

@@ -1,4 +1,4 @@
-"""Whether ranks that seem to be on one host really share memory, and what the user is told when they don't."""
+"""Whether ranks that seem to be on one host really share memory, and the warning if they don't."""
 
 from __future__ import annotations
 

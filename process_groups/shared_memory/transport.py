@@ -9,21 +9,22 @@ from functools import partial
 import torch
 
 from process_groups.arena import Mapping
-from process_groups.call_queue import ENDED, Ended, Lane, Quick, Steps, Task, is_short
-from process_groups.ledger import Ledger, Member
+from process_groups.call import POINT_TO_POINT, Call, Explanation
+from process_groups.call_queue import ENDED, CallQueue, Channel, Ended, Quick, Steps, Task, is_short
 from process_groups.shared_memory.collectives import FLAT, FlatAllReduce, is_flat, steps_of
-from process_groups.shared_memory.engine_collectives import SharedTensorExchange
 from process_groups.shared_memory.exchange import Exchange
 from process_groups.shared_memory.layout import GroupLayout
+from process_groups.shared_memory.ledger import Ledger, Member
+from process_groups.shared_memory.link import SharedLink
 from process_groups.shared_memory.packets import Packets
 from process_groups.shared_memory.pipes import SharedPipe
+from process_groups.shared_memory.tensor_exchange import SharedTensorExchange
 from process_groups.signals import patience
 from process_groups.strategies.adaptive import Adaptive, Pinned
-from process_groups.strategies.execute import SharedLink, all_reduce_steps
+from process_groups.strategies.algorithms import program_of
+from process_groups.strategies.execute import all_reduce_steps
 from process_groups.strategies.measurements import layout_of
 from process_groups.strategies.program import Program
-from process_groups.strategies.programs import program_of
-from process_groups.transport import POINT_TO_POINT, Call, Explanation
 from runtime.errors import CommunicationError, GroupClosed
 
 CPU = torch.device("cpu")
@@ -34,6 +35,7 @@ class SharedMemoryTransport:
 
     name = "shared-memory"
     device = CPU
+    repeats_up_to = FLAT
 
     def __init__(
         self,
@@ -48,42 +50,41 @@ class SharedMemoryTransport:
         self._name_of_group = group_name
         self._ledger = ledger = Ledger(group_name, members, me)
         self.trouble, self.culprit, self.finished = ledger.trouble, ledger.culprit, ledger.finished
-        self.post_at_once, self.order_of = ledger.post_at_once, ledger.channel
         self._exchange = Exchange(arenas, me, layout)
         self._patience = patience(num_ranks_here)
-        self._collectives = self._make_lane("collectives")
-        self._packets = Packets(self._exchange, self._make_lane)
+        self._collectives = self._make_queue("collectives")
+        self._packets = Packets(self._exchange, self._make_queue)
         self._links = {peer: SharedLink(self._exchange, peer) for peer in range(len(arenas)) if peer != me}
         self._pinned, layout_name = pinned, layout_of(self.name, (0,) * len(arenas))
         self._adaptive = Adaptive(self._steps, self._scratch, me, layout_name, pinned, above=FLAT)
         self._has_given_up = False
         self._tensor_exchange: SharedTensorExchange | None = None
 
-    def _make_lane(self, what: str) -> Lane:
+    def _make_queue(self, what: str) -> CallQueue:
         name = f"parallel3d-{self._name_of_group}-{what}"
-        return Lane(name, self._patience, self._exchange.is_abandoned, self._explain)
+        return CallQueue(name, self._patience, self._exchange.is_abandoned, self._explain)
 
     def _explain(self, call: Call) -> CommunicationError:
-        return self._ledger.trouble(call) or GroupClosed(f"group {self._name_of_group} was given up")
+        return self._ledger.trouble(call) or GroupClosed(f"group {self._name_of_group} was aborted")
 
     def start(self, call: Call) -> Task | Ended:
         if not self._ledger.post_at_once(call):  # once it is this call's turn, the peers are near
-            lane, steps = self._lane_and_steps(call)
-            return lane.add(call, self._ledger.post_first(call, steps), is_short=False)
-        quick = self.quick(call)
+            queue, steps = self._queue_and_steps(call)
+            return queue.add(call, self._ledger.post_first(call, steps), is_short=False)
+        quick = self._quick(call)
         if quick is not None and quick.is_next():
             left = quick.begin(call)
-            return ENDED if left is None else quick.lane.add_waiting(call, left)
-        lane, steps = self._lane_and_steps(call)
-        return lane.add(call, steps, is_short(call) and (not self._is_chosen(call) or self._adaptive.is_ready))
+            return ENDED if left is None else quick.queue.add_waiting(call, left)
+        queue, steps = self._queue_and_steps(call)
+        return queue.add(call, steps, is_short(call) and (not self._is_chosen(call) or self._adaptive.is_ready))
 
     def pipe(self, peer: int) -> SharedPipe:
         """To and from a peer, for the engine thread."""
         call = Call("recv", peer=peer, number=sys.maxsize, terms="a message")  # one that will never have been made
         return SharedPipe(self._exchange, peer, self._patience, lambda: self._ledger.trouble(call))
 
-    def tensor_exchange(self, timeout: float, give_up: Callable[[CommunicationError], object]) -> SharedTensorExchange:
-        """With all ranks of the group, for the engine thread; one a group, for each counts what the peers do."""
+    def tensor_exchange(self, timeout: float, abort: Callable[[CommunicationError], object]) -> SharedTensorExchange:
+        """With all ranks of the group, for the engine thread. There is one per group: its counters are in the arena."""
         if self._tensor_exchange is None:
             call = Call("all_reduce", number=sys.maxsize, terms="an exchange of tensors")  # never made, as above
             self._tensor_exchange = SharedTensorExchange(
@@ -93,11 +94,15 @@ class SharedMemoryTransport:
                 self._patience,
                 timeout,
                 lambda: self._ledger.trouble(call),
-                give_up,
+                abort,
             )
         return self._tensor_exchange
 
-    def quick(self, call: Call) -> Quick | None:
+    def repeatable(self, call: Call) -> tuple[Quick, Channel] | None:
+        quick = self._quick(call)
+        return None if quick is None else (quick, self._ledger.channel(call))
+
+    def _quick(self, call: Call) -> Quick | None:
         """How such a call is carried out at once, if it is small."""
         if call.target is not None and call.target.is_inference():
             return None
@@ -106,8 +111,8 @@ class SharedMemoryTransport:
         is_default = call.strategy == "default" or (call.strategy == "adaptive" and not self._is_chosen(call))
         if not is_flat(call) or call.is_empty or not is_default:
             return None
-        lane = self._collectives
-        return Quick(lane, lambda: lane.is_idle, self._begin_flat)
+        queue = self._collectives
+        return Quick(queue, lambda: queue.is_idle, self._begin_flat)
 
     def _is_chosen(self, call: Call) -> bool:
         """Whether it is adaptive's to choose a strategy. Small calls are one round by default, and no strategy takes
@@ -118,9 +123,9 @@ class SharedMemoryTransport:
         flat = FlatAllReduce(self._exchange, call)
         return None if flat.at_once() else flat.steps()
 
-    def _lane_and_steps(self, call: Call) -> tuple[Lane, Steps]:
+    def _queue_and_steps(self, call: Call) -> tuple[CallQueue, Steps]:
         if call.kind in POINT_TO_POINT:
-            return self._packets.lane_and_steps(call)
+            return self._packets.queue_and_steps(call)
         if call.is_empty:
             return self._collectives, iter(())
         if self._is_chosen(call):
@@ -158,9 +163,9 @@ class SharedMemoryTransport:
     def _program(self, strategy: str, numel: int) -> Program:
         return program_of(strategy, self._exchange.size, self._exchange.me, numel, (0,) * self._exchange.size)
 
-    def _lanes(self) -> Iterator[Lane]:
+    def _queues(self) -> Iterator[CallQueue]:
         yield self._collectives
-        yield from self._packets.lanes()
+        yield from self._packets.queues()
 
     def abort(self, error: CommunicationError) -> None:
         if self._has_given_up:
@@ -173,12 +178,12 @@ class SharedMemoryTransport:
     async def close(self, deadline: float) -> None:
         if not self._has_given_up:
             exchange = self._tensor_exchange
-            await self._ledger.farewell(deadline, None if exchange is None else exchange.is_read_by)
+            await self._ledger.wait_for_peers(deadline, None if exchange is None else exchange.is_read_by)
         if not self._has_given_up:  # nor meanwhile
             self._has_given_up = True
             self._ledger.close(None)
             self._stop()
 
     def _stop(self) -> None:
-        for lane in self._lanes():
-            lane.stop()
+        for queue in self._queues():
+            queue.stop()

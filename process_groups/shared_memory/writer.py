@@ -16,6 +16,7 @@ from statistics import median
 import torch
 
 from process_groups.shared_memory.streaming import CAN_STREAM, stream
+from process_groups.torch_internals import has_no_memory
 
 WORTH_STREAMING = 16 << 10  # bytes: fewer are written in a microsecond all the same
 _FAR, _STILL_FAR = 2.8, 6.0  # times as long through the cache as round it; a way takes longer when it is but tried
@@ -71,5 +72,5 @@ def _copy(target: torch.Tensor, source: torch.Tensor, streams: bool) -> None:
 
 
 def _lies_as_it_is_seen(tensor: torch.Tensor) -> bool:
-    is_plain = not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
+    is_plain = not (tensor.is_conj() or tensor.is_neg() or has_no_memory(tensor))
     return is_plain and tensor.is_cpu and tensor.is_contiguous()

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from process_groups.call import Call, Explanation
 from process_groups.call_queue import Steps, Wait
 from process_groups.strategies import measurements
 from process_groups.strategies.measurements import Rows
-from process_groups.transport import Call, Explanation
 
 CANDIDATES = ("default", "ring", "tree", "hierarchical")
 _SIZES = (12, 16, 20, 24)  # measured classes: 4 KiB, 64 KiB, 1 MiB, 16 MiB

@@ -7,11 +7,10 @@ from typing import Protocol
 
 import torch
 
+from process_groups.call import Call
 from process_groups.call_queue import Steps, Wait
-from process_groups.shared_memory.exchange import Exchange
-from process_groups.strategies.arithmetic import combine, finish, wide_dtype
+from process_groups.reduction import combine, finish, wide_dtype
 from process_groups.strategies.program import Program, Transfer
-from process_groups.transport import Call
 
 BLOCK = 4 << 20  # bytes that a program is run on at once; a tensor that is not registered is copied in blocks
 
@@ -35,47 +34,31 @@ class Link(Protocol):
         """Wait until what was sent needs this rank's memory no more, where the peer does not read in place."""
 
 
-class SharedLink:
-    """A peer on this host. A send says that the range is ready; the peer reads it in place."""
+class SharedBlocks(Protocol):
+    """Memory that the ranks of this host share: where programs run on blocks that peers read in place."""
 
-    def __init__(self, exchange: Exchange, peer: int) -> None:
-        layout, arena = exchange.layout, exchange.arenas[peer]
-        assert arena is not None
-        self._exchange, self._peer, self._arena = exchange, peer, arena
-        self._mine = exchange.counter(exchange.me, layout.announced(peer), peer)
-        self._theirs = exchange.counter(peer, layout.announced(exchange.me), peer)
-        self._num_sent = self._num_received = 0
-        self._values: torch.Tensor | None = None
+    def place(self, part: torch.Tensor, dtype: torch.dtype, most_bytes: int) -> torch.Tensor:
+        """Where a block is worked on: in the tensor itself if peers can read it there in this dtype, else a copy's
+        place."""
 
-    def begin(self, mine: torch.Tensor, timeout: float) -> None:
-        self._like, self._values = mine, None
+    def show(self, tensor: torch.Tensor) -> None:
+        """Publish where this rank's block lies."""
 
-    def send(self, transfer: Transfer) -> None:
-        self._num_sent += 1
-        self._mine.store(self._num_sent)
+    def check(self) -> None:
+        """Raise Abandoned if the group was aborted: a rank that aborted may use its buffer for something else."""
 
-    def expect(self, transfer: Transfer) -> None:
-        pass
+    def arrive(self) -> int:
+        """This rank is done with the block; the number of the round."""
 
-    def receive(self, transfer: Transfer) -> Generator[Wait, None, torch.Tensor]:
-        self._num_received += 1
-        if self._theirs.value < self._num_received:
-            yield self._theirs, self._num_received
-        if self._values is None:  # only now is it certain where the peer's block lies
-            offset = self._exchange.offer_of(self._peer, self._exchange.next_round)
-            assert offset is not None
-            self._values = self._arena.tensor(offset, self._like.numel(), self._like.dtype)
-        return self._values[transfer.start : transfer.stop]
-
-    def end(self) -> None:
-        pass
+    def everybody(self, round_number: int) -> Steps:
+        """Wait until every rank is done with the block."""
 
 
 def all_reduce_steps(
     call: Call,
     program_of: Callable[[int], Program],
     links: Mapping[int, Link],
-    exchange: Exchange | None,
+    shared: SharedBlocks | None,
     num_ranks: int,
 ) -> Steps:
     """This rank's part in an all-reduce; `program_of` gives its program for a number of elements."""
@@ -86,31 +69,26 @@ def all_reduce_steps(
     step = BLOCK // dtype.itemsize
     for start in range(0, target.numel(), step):
         part = target[start : start + step]
-        mine = _place(part, dtype, exchange)
+        mine = _unshared(part, dtype) if shared is None else shared.place(part, dtype, BLOCK)
         if mine is not part:
             mine.copy_(part)
-        if exchange is not None:
-            exchange.show(mine)
+        if shared is not None:
+            shared.show(mine)
         for link in links.values():
             link.begin(mine, call.timeout)
         yield from _run(program_of(mine.numel()), mine, links, op)
         for link in links.values():
             link.end()
-        if exchange is not None:
-            exchange.check()  # what a rank that gave up has in its buffer may be anything
-            yield from exchange.everybody(exchange.arrive())  # until all have read what this rank showed
+        if shared is not None:
+            shared.check()
+            yield from shared.everybody(shared.arrive())  # until all have read what this rank showed
         finish(mine, op, num_ranks)
         if mine is not part:
             part.copy_(mine)
 
 
-def _place(part: torch.Tensor, dtype: torch.dtype, exchange: Exchange | None) -> torch.Tensor:
-    """Where the block is worked on: in the tensor itself if peers can reach it there and its type is wide enough."""
-    if dtype == part.dtype and (exchange is None or exchange.own.offset_of(part) is not None):
-        return part
-    if exchange is None:
-        return torch.empty(part.numel(), dtype=dtype)
-    return exchange.work_space(BLOCK)[: part.numel() * dtype.itemsize].view(dtype)
+def _unshared(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return part if dtype == part.dtype else torch.empty(part.numel(), dtype=dtype)
 
 
 def _run(program: Program, mine: torch.Tensor, links: Mapping[int, Link], op: str) -> Steps:

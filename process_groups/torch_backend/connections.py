@@ -1,4 +1,4 @@
-"""The sockets of one gloo backend: found by their addresses, and cut when its group is given up.
+"""The sockets of one gloo backend: found by their addresses, and cut when its group is aborted.
 
 gloo has no abort: a call under way waits for its own timeout, and a process that ends before then crashes in
 gloo's threads. A cut socket ends the call at once, as a lost peer would.

@@ -13,16 +13,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from process_groups.call import Call
 from process_groups.torch_backend.backends import (
     OpenBackend,
-    TorchBackend,
-    TorchWork,
     beside_current_stream,
-    issue,
     nccl_algorithm,
     open_backend,
 )
-from process_groups.transport import Call
+from process_groups.torch_internals import TorchBackend, TorchWork, issue
 from runtime.errors import DeadlineExceeded, GroupClosed
 
 _MAKING = threading.Lock()  # the environment is the process's, so at most one communicator is being made in it
@@ -172,7 +170,7 @@ class NcclStrategies:
         self._opened[name] = opened
         if self._is_aborted:  # looked at after it was put where `abort` looks: one of the two sees the other
             opened.cut()
-            raise GroupClosed("the group was given up")
+            raise GroupClosed("the group was aborted")
         return opened.backend
 
     def _call_once(self, backend: TorchBackend) -> None:

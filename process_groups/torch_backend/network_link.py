@@ -8,10 +8,10 @@ from datetime import timedelta
 
 import torch
 
+from process_groups.call import Call
 from process_groups.call_queue import Wait
 from process_groups.strategies.program import Transfer
-from process_groups.torch_backend.backends import BACKSTOP, TorchWork
-from process_groups.transport import Call
+from process_groups.torch_internals import BACKSTOP, TorchWork
 
 _FIRST_TAG, _NUM_TAGS = 1 << 30, 1 << 29  # far above the tags of the user's own sends
 
@@ -20,7 +20,7 @@ HandOver = Callable[[Call, int], TorchWork]
 
 
 class NetworkLink:
-    """Waits in its thread; a group that is given up cuts the sockets, which ends every wait."""
+    """Waits in its thread; a group that is aborted cuts the sockets, which ends every wait."""
 
     def __init__(self, peer: int, hand_over: HandOver) -> None:
         self._peer, self._hand_over = peer, hand_over

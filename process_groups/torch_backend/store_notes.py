@@ -1,4 +1,4 @@
-"""Notes between ranks that share no memory, kept in the store: what each has called, who left, who gave up."""
+"""Notes in the store between ranks that share no memory: what each has called, which have left, why one aborted."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from concurrent.futures import Future
 
 import torch.distributed as dist
 
-from process_groups.ledger import Member
-from process_groups.transport import Call, not_made, peer_lost
+from process_groups.call import Call, not_made, peer_lost
+from process_groups.shared_memory.ledger import Member
 from runtime.errors import CommunicationError
 from runtime.threads import DaemonThreads
 
@@ -21,7 +21,7 @@ _MOST_FOLLOWED = 64  # members whose calls are read while one waits; more would 
 
 
 class StoreNotes:
-    """One rank's view of a group's notes. A store may block, so a thread asks and we look at its last answer."""
+    """One rank's view of a group's notes. A store may block, so a thread reads it; this keeps the last answer."""
 
     def __init__(
         self, store: dist.Store, group_name: str, members: Sequence[Member], me: int, threads: DaemonThreads
@@ -41,7 +41,7 @@ class StoreNotes:
         self._store_is_gone = False
 
     def made(self, call: Call) -> None:
-        """Note one of this rank's calls, and tell the others soon."""
+        """Note one of this rank's calls; published within a quarter of a second."""
         self._made[_channel(call, self._me)] = call.number
         if not call.is_point_to_point:
             self._last_terms = call.terms
@@ -58,7 +58,7 @@ class StoreNotes:
         return self._threads.submit(self._store.set, f"made/{self._me}", note)
 
     def broken(self, error: CommunicationError) -> None:
-        """Tell the others why this rank gives the group up."""
+        """Publish why this rank aborts the group."""
         self._stop_publishing()
         self._threads.submit(self._store.set, "broken", json.dumps(error.to_wire()))
 
@@ -112,8 +112,8 @@ class StoreNotes:
                 note = json.loads(self._store.get(f"made/{peer}"))
                 self._made_by[peer], self._terms_of[peer] = note["made"], note["terms"]
 
-    async def farewell(self, deadline: float) -> None:
-        """Say that this rank is done, and wait until all are: a closed socket may lose what a peer has not read."""
+    async def wait_for_peers(self, deadline: float) -> None:
+        """Publish that this rank is done, and wait until all are: a closed socket may lose what a peer has not read."""
         self._stop_publishing()
         with contextlib.suppress(RuntimeError, TimeoutError):  # behind a cut link, a store never answers
             async with asyncio.timeout(deadline - time.monotonic()):

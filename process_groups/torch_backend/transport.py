@@ -16,20 +16,23 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from process_groups.call_queue import Lane, Steps, Task, is_short
-from process_groups.ledger import Ledger, Member
+from process_groups.call import POINT_TO_POINT, Call, Completion, Explanation
+from process_groups.call_queue import CallQueue, Steps, Task, is_short
 from process_groups.shared_memory.exchange import Exchange
+from process_groups.shared_memory.ledger import Ledger, Member
+from process_groups.shared_memory.link import SharedLink
 from process_groups.shared_memory.packets import Packets
 from process_groups.signals import Abandoned, patience
 from process_groups.strategies.adaptive import Adaptive, Pinned
-from process_groups.strategies.execute import Link, SharedLink, all_reduce_steps
+from process_groups.strategies.algorithms import program_of
+from process_groups.strategies.execute import Link, all_reduce_steps
 from process_groups.strategies.measurements import layout_of
-from process_groups.strategies.programs import program_of
-from process_groups.torch_backend.backends import BACKSTOP, OpenBackend, TorchBackend, TorchWork, issue
+from process_groups.torch_backend.backends import OpenBackend
 from process_groups.torch_backend.nccl_strategies import NcclStrategies
 from process_groups.torch_backend.network_link import NetworkLink
 from process_groups.torch_backend.store_notes import StoreNotes
-from process_groups.transport import POINT_TO_POINT, Call, Completion, Explanation
+from process_groups.torch_internals import BACKSTOP, TorchBackend, TorchWork, issue
+from process_groups.transport import Transport
 from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, PeerLost
 from runtime.threads import DaemonThreads
 
@@ -58,7 +61,7 @@ def _channel(call: Call) -> Channel:
     return (call.kind, call.peer) if call.kind in POINT_TO_POINT else ("collective", None)
 
 
-class TorchTransport:
+class TorchTransport(Transport):
     """One group over a torch backend. `members` stand in the order of group ranks."""
 
     def __init__(
@@ -97,17 +100,17 @@ class TorchTransport:
         self._threads_of: dict[tuple[str, Channel], DaemonThreads] = {}
         self._num_later = 0
         self._counting = threading.Lock()
-        self._packets = Packets(exchange, self._make_lane) if exchange is not None else None
+        self._packets = Packets(exchange, self._make_queue) if exchange is not None else None
         self._adaptive = Adaptive(self._steps, self._scratch, me, layout_of(kind, hosts), pinned, self.device)
         self._links = {peer: self._link(peer) for peer in range(len(members)) if peer != me}
 
-    def _make_lane(self, what: str) -> Lane:
+    def _make_queue(self, what: str) -> CallQueue:
         assert self._exchange is not None
         name = f"parallel3d-{self._name_of_group}-{what}"
-        return Lane(name, self._patience, self._exchange.is_abandoned, self._explain)
+        return CallQueue(name, self._patience, self._exchange.is_abandoned, self._explain)
 
     def _explain(self, call: Call) -> CommunicationError:
-        return self.trouble(call) or GroupClosed(f"group {self._name_of_group} was given up")
+        return self.trouble(call) or GroupClosed(f"group {self._name_of_group} was aborted")
 
     def _link(self, peer: int) -> Link:
         if self._exchange is not None and self._exchange.arenas[peer] is not None:
@@ -117,8 +120,8 @@ class TorchTransport:
     def start(self, call: Call) -> Started:
         completion: Started
         if self._packets is not None and call.kind in POINT_TO_POINT and self._packets.reaches(call.peer):
-            lane, steps = self._packets.lane_and_steps(call)
-            completion = lane.add(call, self._ledger.posted(call, steps), is_short(call))
+            queue, steps = self._packets.queue_and_steps(call)
+            completion = queue.add(call, self._ledger.posted(call, steps), is_short(call))
         elif call.strategy != "default":
             completion = self._start_later(call)
         elif self._notes is None and not self._num_later and self._ledger.has_room(call):
@@ -166,7 +169,7 @@ class TorchTransport:
     def _hand_over(self, call: Call, tag: int) -> TorchWork:
         backend = self._backend
         if backend is None:  # a thread of ours may come late
-            raise GroupClosed("the group was given up")
+            raise GroupClosed("the group was aborted")
         if call.strategy != "default" and self._nccl is not None:
             return self._nccl.issue(call, call.strategy)
         return issue(backend, call, tag)
@@ -277,9 +280,9 @@ class TorchTransport:
 
     async def close(self, deadline: float) -> None:
         if self._notes is not None and self._released is None:
-            await self._notes.farewell(deadline)
+            await self._notes.wait_for_peers(deadline)
         if self._released is None:
-            await self._ledger.farewell(deadline)
+            await self._ledger.wait_for_peers(deadline)
         if self._released is None:  # not aborted meanwhile
             self._ledger.close(None)
             self._released = self._release()
@@ -297,8 +300,8 @@ class TorchTransport:
             backend.clear()
 
         released = self._threads.submit(release)
-        lanes = self._packets.lanes() if self._packets is not None else ()
-        for threads in (self._threads, *self._threads_of.values(), *lanes):
+        queues = self._packets.queues() if self._packets is not None else ()
+        for threads in (self._threads, *self._threads_of.values(), *queues):
             threads.stop()
         return released
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import parallel3d
-from process_groups.shared_memory.engine_collectives import Outcome, TensorExchange
+from process_groups.tensor_exchange import Outcome, TensorExchange
 from runtime.errors import CommunicationError, DeadlineExceeded, NonFiniteGradient, PeerLost
 from tests.support.ranks import Ranks, Tell, torch_variables
 
@@ -24,7 +24,7 @@ LARGE = 1 << 20
 
 def add(exchange: TensorExchange, value: float, length: int = 1000) -> torch.Tensor:
     exchange.room((length,), torch.float32).fill_(value)
-    exchange.post(Outcome.TOTAL)
+    exchange.post(Outcome.ALL_REDUCE)
     return exchange.result()
 
 
@@ -102,9 +102,7 @@ async def come_too_late(tell: Tell) -> None:
 def test_a_rank_does_not_come():
     with Ranks(come_too_late, torch_variables(2)) as ranks:
         text, rank = ranks[0].hear()
-        assert text.startswith(
-            "the sum of parts of float32 (1000,) on group tp did not end within 0.3 s: rank 1 (dp=0 "
-        )
+        assert text.startswith("all_reduce of float32 (1000,) on group tp did not end within 0.3 s: rank 1 (dp=0 ")
         assert rank == 1
         assert ranks[1].hear() == 1
         assert [rank.finish() for rank in ranks] == [0, 0]
@@ -115,7 +113,7 @@ async def leave_early(tell: Tell) -> None:
         exchange = mesh.tp.tensor_exchange()
         if mesh.rank == 0:
             exchange.room((LARGE,), torch.float32).fill_(2.0)
-            exchange.post(Outcome.TOTAL)
+            exchange.post(Outcome.ALL_REDUCE)
             await mesh.compute(time.sleep, 0.5)
             tell(exchange.result().unique().tolist())
             return
@@ -137,7 +135,7 @@ async def raise_what_all_raise(tell: Tell) -> None:
         async with parallel3d.mesh(tp=2, threads=1) as mesh:
             exchange = mesh.tp.tensor_exchange()
             exchange.room((1,), torch.float32).fill_(torch.nan)
-            exchange.post(Outcome.TOTAL)
+            exchange.post(Outcome.ALL_REDUCE)
             if mesh.rank == 0:  # the other has what it needs, and would leave
                 await mesh.compute(time.sleep, 0.5)
             tell(exchange.result().isnan().tolist())

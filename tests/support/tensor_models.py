@@ -18,7 +18,7 @@ from parallel3d.tensor.layers import shard_slice_of
 from parallel3d.tensor.mappings import TPContext
 from parallel3d.tensor.shards import Shards, apply_shards, plan_shards
 from parallel3d.tensor.vocabulary import gather_logits, vocab_cross_entropy
-from process_groups.shared_memory.engine_collectives import TensorExchange
+from process_groups.tensor_exchange import TensorExchange
 
 WIDTH, HEAD, VOCABULARY = 12, 4, 17
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

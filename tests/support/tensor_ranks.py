@@ -10,11 +10,12 @@ from typing import Any, Self
 import torch
 
 from process_groups.arena import Arena, open_peer
-from process_groups.shared_memory.engine_collectives import Outcome, SharedTensorExchange, TensorExchange
+from process_groups.call import Place
 from process_groups.shared_memory.exchange import Exchange
 from process_groups.shared_memory.layout import lay_out
+from process_groups.shared_memory.tensor_exchange import SharedTensorExchange
 from process_groups.signals import Patience
-from process_groups.transport import Place
+from process_groups.tensor_exchange import Outcome, TensorExchange
 from runtime.errors import CommunicationError, Coords
 from tests.support.processes import SECONDS
 
@@ -99,14 +100,14 @@ def expected(
 ) -> torch.Tensor:
     """In rank order, 16-bit numbers in float32."""
     parts = [part(each, shape, dtype, number) for each in range(size)]
-    if outcome is Outcome.JOINED:
+    if outcome is Outcome.ALL_GATHER:
         return torch.cat(parts, dim)
     wide = torch.float32 if dtype.itemsize == 2 else dtype
     total = parts[0].to(wide)
     for each in parts[1:]:
         total = total + each.to(wide)
     total = total.to(dtype)
-    return total if outcome is Outcome.TOTAL else total.chunk(size, dim)[rank]
+    return total if outcome is Outcome.ALL_REDUCE else total.chunk(size, dim)[rank]
 
 
 def check_exchanges(exchange: TensorExchange, *, in_rank_order: bool = True) -> None:
@@ -117,7 +118,7 @@ def check_exchanges(exchange: TensorExchange, *, in_rank_order: bool = True) -> 
         for shape, dtype in CASES
         for dim in range(len(shape))
         for outcome in Outcome
-        if outcome is not Outcome.SLICE or shape[dim] % size == 0
+        if outcome is not Outcome.REDUCE_SCATTER or shape[dim] % size == 0
     ]
     for number, (shape, dtype, outcome, dim) in enumerate(2 * asked):
         exchange.room(shape, dtype).copy_(part(rank, shape, dtype, number))

@@ -61,7 +61,7 @@ def test_a_package_imports_only_what_stands_above_it(package):
         "parallel3d/pipeline/simulation",
         "parallel3d/pipeline/schedules",
         "process_groups/topology.py",
-        *(f"process_groups/strategies/{name}.py" for name in ("program", "ring", "tree", "hierarchical")),
+        *(f"process_groups/strategies/{name}.py" for name in ("program", "algorithms")),
     ],
 )
 def test_no_torch_is_imported_where_none_is_needed(package):
@@ -87,7 +87,7 @@ def test_no_torch_is_imported_where_none_is_needed(package):
         "import parallel3d.cli.report, parallel3d.reports.text, parallel3d.reports.run_reader, parallel3d.reports.html",
         "import runtime.logs; from parallel3d import logger",
         "import process_groups.topology",
-        "import process_groups.strategies.hierarchical, process_groups.strategies.tree",
+        "import process_groups.strategies.algorithms",
         "import runtime.launch.launch, monitoring.prometheus.run_metrics",
         "import parallel3d.cli.serve_gradients, parallel3d.cli.join, monitoring.prometheus.gradient_server_metrics",
         "from runtime.gradient_server import server; from runtime.gradient_server.client import worker",

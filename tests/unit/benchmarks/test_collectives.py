@@ -35,7 +35,7 @@ from parallel3d.benchmarks.results import (
 from parallel3d.benchmarks.table import _number, render
 from parallel3d.benchmarks.worker import Command, check_sum, fill, largest_sum, time_calls
 from parallel3d.benchmarks.worker_processes import Listener, WorkerProcesses
-from process_groups.group import STRATEGIES
+from process_groups.arguments import STRATEGIES
 from process_groups.reduction import piece_bytes
 from runtime import cores
 from runtime.errors import BenchmarkError, InvalidCall

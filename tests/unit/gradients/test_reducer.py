@@ -583,7 +583,7 @@ async def test_an_engine_that_is_still_at_it_starts_nothing_more():
         sync.cancel(ValueError("too bad"))
         sync.stage_done(0)
         await asyncio.sleep(0)
-        assert mesh.dp._under_way == set()
+        assert mesh.dp._issuer.under_way == set()
         if mesh.rank == 1:
             await mesh.world.barrier()
             return

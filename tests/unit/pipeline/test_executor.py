@@ -22,7 +22,7 @@ from parallel3d.pipeline.schedules.gpipe import gpipe_of_stages
 from parallel3d.pipeline.schedules.table import Table
 from parallel3d.pipeline.simulation import ScheduleDeadlock
 from parallel3d.pipeline.stage import Stage
-from process_groups.shared_memory.pipes import CallPipe, Idle
+from process_groups.pipes import CallPipe, Idle
 from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, InvalidCall, PeerLost
 from tests.support.pipelines import (
     check_every_schedule,

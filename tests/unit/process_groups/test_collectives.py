@@ -12,6 +12,7 @@ import parallel3d
 from monitoring.events.collectives import KINDS, CollectiveEvent, CollectiveRecorder, CollectiveTotal
 from parallel3d import GroupClosed
 from process_groups.group import Group
+from process_groups.transport import Transport
 from runtime.errors import Coords
 
 
@@ -121,7 +122,7 @@ class Clock:
         return self.now
 
 
-class SlowTransport:
+class SlowTransport(Transport):
     """Starting a call takes a quarter of a second, ending it half a second; adaptive means tree."""
 
     name, device = "slow", torch.device("cpu")
@@ -149,7 +150,7 @@ class SlowTransport:
 
 async def test_a_call_takes_from_the_call_to_its_end_and_names_the_strategy_chosen(monkeypatch):
     clock, recorder = Clock(), CollectiveRecorder()
-    monkeypatch.setattr("process_groups.group.time", clock)
+    monkeypatch.setattr("process_groups.issuing.time", clock)
     group = Group(
         "dp",
         (0, 1),

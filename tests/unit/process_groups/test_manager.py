@@ -65,17 +65,17 @@ class RecordedFormation:
 async def test_a_failure_after_the_meeting(monkeypatch, at, error, how):
     formation = RecordedFormation(error)
 
-    class Meeting:
+    class Rendezvous:
         def __init__(self, *_) -> None:
             pass
 
         def form(self) -> RecordedFormation:
             return formation
 
-    monkeypatch.setattr(manager, "Meeting", Meeting)
+    monkeypatch.setattr(manager, "Rendezvous", Rendezvous)
     place = PrivateFile("/nowhere/meeting") if at == "barrier" else Nowhere()
     plan = MeshPlan(dp=2, strategy="adaptive" if at == "measuring" else "default")
     with pytest.raises(type(error)):
         await form(plan, RankEnvironment(1, 2, meeting_place=place), 0)
-    farewell, last = formation.told
-    assert (type(farewell), str(farewell), last) == (PeerLost, f"rank 1 (dp=1 tp=0 pp=0) {how}", "released")
+    reason, last = formation.told
+    assert (type(reason), str(reason), last) == (PeerLost, f"rank 1 (dp=1 tp=0 pp=0) {how}", "released")

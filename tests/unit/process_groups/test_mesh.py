@@ -284,7 +284,7 @@ async def test_nobody_waits_at_the_end_for_a_store_that_is_gone():
     notes = StoreNotes(LostStore(), "world", [], 0, threads)
     notes._members = [None, None]
     async with asyncio.timeout(10):
-        await notes.farewell(deadline=float("inf"))
+        await notes.wait_for_peers(deadline=float("inf"))
     threads.stop()
 
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from process_groups.group import Group
+from process_groups.transport import Transport
 from runtime.errors import Coords, DeadlineExceeded, GroupClosed
 
 
-class InstantTransport:
+class InstantTransport(Transport):
     """Every call has ended well before it can be awaited."""
 
     name, device = "instant", torch.device("cpu")

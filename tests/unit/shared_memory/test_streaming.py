@@ -104,6 +104,11 @@ def test_other_processors_have_none(monkeypatch):
     assert streaming._map_code() is None
 
 
+def test_the_environment_can_switch_it_off(monkeypatch):
+    monkeypatch.setenv("PARALLEL3D_STREAMING", "0")
+    assert streaming._map_code() is None
+
+
 def test_the_listing_goes_round_the_cache_and_ends_with_a_fence():
     mnemonics = [words(line[14:])[0] for line in LISTING.strip().splitlines()]
     assert mnemonics == ["movdqu"] * 4 + ["movntdq"] * 4 + ["add", "add", "sub", "jne", "sfence", "ret"]

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from process_groups.arena import Arena, open_peer
-from process_groups.call_queue import ENDED, Lane, Steps, Wait
+from process_groups.call import Call, Place
+from process_groups.call_queue import ENDED, CallQueue, Steps, Wait
 from process_groups.group import Group
-from process_groups.ledger import Member
 from process_groups.reduction import PIECE, Reducer
 from process_groups.shared_memory import collectives as shared_collectives
 from process_groups.shared_memory import exchange, relay, writer
@@ -29,13 +29,14 @@ from process_groups.shared_memory.board import Page
 from process_groups.shared_memory.collectives import FLAT, FlatAllReduce, steps_of
 from process_groups.shared_memory.exchange import Exchange
 from process_groups.shared_memory.layout import NUM_PACKETS, NUM_WINDOWS, PACKET, lay_out
+from process_groups.shared_memory.ledger import Member
+from process_groups.shared_memory.link import SharedLink
 from process_groups.shared_memory.packets import Packets
 from process_groups.shared_memory.transport import SharedMemoryTransport
 from process_groups.shared_memory.writer import WORTH_STREAMING
 from process_groups.signals import Abandoned, Counter, Patience
-from process_groups.strategies.execute import SharedLink, all_reduce_steps
-from process_groups.strategies.programs import program_of
-from process_groups.transport import Call, Place
+from process_groups.strategies.algorithms import program_of
+from process_groups.strategies.execute import all_reduce_steps
 from runtime.errors import Coords, GroupClosed
 from tests.support.processes import SECONDS
 
@@ -56,7 +57,7 @@ def small_is_large(monkeypatch):
 
 
 class Rank:
-    """One rank's memory, and what it does without a lane."""
+    """One rank's memory, and what it does without a queue."""
 
     def __init__(self, arenas: list[Arena], me: int) -> None:
         layout = lay_out([len(arenas)])[0]
@@ -67,7 +68,7 @@ class Rank:
         self.exchange.writer.is_far = me % 2 == 1
         self.packets = Packets(
             self.exchange,
-            lambda name: Lane(name, Patience(0, 0), self.exchange.is_abandoned, lambda _: GroupClosed("given up")),
+            lambda name: CallQueue(name, Patience(0, 0), self.exchange.is_abandoned, lambda _: GroupClosed("given up")),
         )
         self._links = {peer: SharedLink(self.exchange, peer) for peer in range(self.size) if peer != me}
 
@@ -78,7 +79,7 @@ class Rank:
 
     def steps(self, call: Call) -> Steps:
         if call.is_point_to_point:
-            return self.packets.lane_and_steps(call)[1]
+            return self.packets.queue_and_steps(call)[1]
         if call.strategy == "default":
             return steps_of(self.exchange, call)
         program = partial(program_of, call.strategy, self.size, self.me, hosts=(0,) * self.size)
@@ -735,8 +736,8 @@ def test_a_full_ring_of_packets_takes_nothing_at_once(ranks_of):
 async def test_a_receive_does_not_overtake_one_that_waits(ranks_of):
     one, other = ranks_of(2)
     first, second = (Call("recv", target=torch.zeros(2), peer=0) for _ in range(2))
-    lane, steps = other.packets.lane_and_steps(first)
-    task = lane.add(first, steps, is_short=True)
+    queue, steps = other.packets.queue_and_steps(first)
+    task = queue.add(first, steps, is_short=True)
     for n in (1.0, 2.0):
         assert at_once(one, Call("send", source=torch.full((2,), n), peer=1))
     assert not at_once(other, second), "its packet is there, but not its turn"
@@ -744,7 +745,7 @@ async def test_a_receive_does_not_overtake_one_that_waits(ranks_of):
     assert task.ended_well(0.0)
     assert at_once(other, second)
     assert [first.target.tolist(), second.target.tolist()] == [[1, 1], [2, 2]]
-    lane.stop()
+    queue.stop()
 
 
 async def test_a_send_does_not_overtake_one_that_waits(ranks_of):
@@ -752,28 +753,28 @@ async def test_a_send_does_not_overtake_one_that_waits(ranks_of):
     sends = [Call("send", source=torch.full((2,), float(n)), peer=1) for n in range(NUM_PACKETS + 2)]
     receives = [Call("recv", target=torch.zeros(2), peer=0) for _ in sends]
     assert [at_once(one, call) for call in sends[:NUM_PACKETS]] == [True] * NUM_PACKETS
-    lane, steps = one.packets.lane_and_steps(sends[-2])
-    task = lane.add(sends[-2], steps, is_short=True)
+    queue, steps = one.packets.queue_and_steps(sends[-2])
+    task = queue.add(sends[-2], steps, is_short=True)
     assert [at_once(other, call) for call in receives[:2]] == [True, True]
     assert not at_once(one, sends[-1]), "there is room, but it is not its turn"
     assert task.ended_well(0.0)
     assert at_once(one, sends[-1])
     assert [at_once(other, call) for call in receives[2:]] == [True] * NUM_PACKETS
     assert [call.target.tolist() for call in receives] == [[float(n)] * 2 for n in range(len(sends))]
-    lane.stop()
+    queue.stop()
 
 
 async def test_each_pair_and_direction_has_its_own_turn(ranks_of):
     one, other, third = ranks_of(3)
     waiting = Call("recv", target=torch.zeros(2), peer=1)
-    lane, steps = one.packets.lane_and_steps(waiting)
-    task = lane.add(waiting, steps, is_short=True)
+    queue, steps = one.packets.queue_and_steps(waiting)
+    task = queue.add(waiting, steps, is_short=True)
     assert at_once(one, Call("send", source=torch.ones(2), peer=1))
     assert at_once(third, Call("send", source=torch.ones(2), peer=0))
     assert at_once(one, Call("recv", target=torch.zeros(2), peer=2))
     assert at_once(other, Call("send", source=torch.ones(2), peer=0))
     assert task.ended_well(0.0)
-    lane.stop()
+    queue.stop()
 
 
 @pytest.mark.parametrize("op", ["sum", "mean", "max"])

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from process_groups.call import Call
+from process_groups.reduction import combine
 from process_groups.strategies import adaptive as module
 from process_groups.strategies import measurements
 from process_groups.strategies.adaptive import Adaptive, Pinned
-from process_groups.strategies.arithmetic import combine
-from process_groups.transport import Call
 
 KIB, MIB = 1 << 10, 1 << 20
 Cost = Callable[[str, int], float]

@@ -10,14 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from process_groups.in_process import carry_out
-from process_groups.strategies.arithmetic import wide_dtype
-from process_groups.strategies.hierarchical import hierarchical
+from process_groups.call import Call
+from process_groups.in_process import carry_out, run_together
+from process_groups.reduction import wide_dtype
+from process_groups.strategies.algorithms import double_tree, hierarchical, ring, tree
 from process_groups.strategies.program import Step, Transfer, split
-from process_groups.strategies.ring import ring
-from process_groups.strategies.together import run_together
-from process_groups.strategies.tree import double_tree, tree
-from process_groups.transport import Call
 from tests.support.program_rules import check_programs
 
 SIZES = range(1, 10)

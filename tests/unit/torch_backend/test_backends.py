@@ -10,15 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from process_groups.torch_backend import backends
-from process_groups.torch_backend.backends import choose_backend, device_of, issue, open_backend, open_store
+from process_groups import torch_internals
+from process_groups.call import Call
+from process_groups.torch_backend.backends import choose_backend, device_of, open_backend, open_store
 from process_groups.torch_backend.connections import Connections
 from process_groups.torch_backend.transport import translate
-from process_groups.transport import Call
+from process_groups.torch_internals import issue
 from runtime.environment import Nowhere, PrivateFile, RankEnvironment
 from runtime.errors import CommunicationError, DeadlineExceeded, LaunchError, PeerLost
 
-LIMIT = timedelta(seconds=3.0 + backends.BACKSTOP)
+LIMIT = timedelta(seconds=3.0 + torch_internals.BACKSTOP)
 
 
 class Recorder:
@@ -104,7 +105,7 @@ def test_options_of_equal_calls_are_made_once_and_others_apart():
 
     assert options() is options()
     assert options(op="max").reduceOp == dist.ReduceOp.MAX
-    assert options(timeout=1.0).timeout == timedelta(seconds=1.0 + backends.BACKSTOP)
+    assert options(timeout=1.0).timeout == timedelta(seconds=1.0 + torch_internals.BACKSTOP)
     assert options().timeout == LIMIT
 
 
@@ -125,7 +126,7 @@ class FakeDist:
 
 
 def test_an_nccl_backend_gets_store_rank_size_and_timeout(monkeypatch):
-    monkeypatch.setattr(backends, "dist", FakeDist())
+    monkeypatch.setattr(torch_internals, "dist", FakeDist())
     store = dist.HashStore()
     opened = open_backend("nccl", store, 1, 4, loopback="127.7.7.7", timeout=12.5)
     given_store, rank, size, options = opened.backend.args

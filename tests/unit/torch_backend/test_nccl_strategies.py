@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from process_groups.ledger import Member
+from process_groups.call import Call, Place
 from process_groups.shared_memory.board import Page
+from process_groups.shared_memory.ledger import Member
 from process_groups.torch_backend import nccl_strategies
 from process_groups.torch_backend.backends import OpenBackend, beside_current_stream, nccl_algorithm
 from process_groups.torch_backend.nccl_strategies import NcclStrategies
 from process_groups.torch_backend.transport import TorchTransport
-from process_groups.transport import Call, Place
 from runtime.errors import Coords, DeadlineExceeded, GroupClosed
 from runtime.threads import DaemonThreads
 
@@ -345,7 +345,7 @@ def test_a_communicator_that_opens_after_the_abort_is_cut_and_not_called():
     nccl = FakeNccl()
     strategies = group(nccl, 0, [0, 0])
     nccl.trouble["open ring"] = strategies.abort
-    with pytest.raises(GroupClosed, match="the group was given up"):
+    with pytest.raises(GroupClosed, match="the group was aborted"):
         strategies.issue(all_reduce(), "ring")
     assert nccl.cut == ["ring"]
     assert nccl.events == ["open ring: rank 0 of 2, NCCL_ALGO=allreduce:ring"]

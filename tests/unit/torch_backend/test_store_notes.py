@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from process_groups.ledger import Member
+from process_groups.call import Call, Place
+from process_groups.shared_memory.ledger import Member
 from process_groups.torch_backend.store_notes import StoreNotes
-from process_groups.transport import Call, Place
 from runtime.errors import Coords
 from runtime.threads import DaemonThreads
 
@@ -55,7 +55,7 @@ def notes_in(store: object, threads: DaemonThreads) -> StoreNotes:
 async def test_a_store_that_hangs_keeps_nobody_from_leaving(threads):
     store = HangingStore()
     try:
-        await notes_in(store, threads).farewell(time.monotonic() + 0.01)
+        await notes_in(store, threads).wait_for_peers(time.monotonic() + 0.01)
     finally:
         store.over.set()
 

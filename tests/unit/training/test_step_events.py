@@ -119,7 +119,7 @@ async def test_messages_that_have_been_taken_are_not_kept():
         await trained(coordinator)
         await coordinator.mesh.world.barrier()
         await asyncio.sleep(0)
-        return len(coordinator.mesh.pp._under_way)
+        return len(coordinator.mesh.pp._issuer.under_way)
 
     assert [num_kept for num_kept, _ in await on_mesh(settings(1, 1, 2), main)] == [0, 0]
 

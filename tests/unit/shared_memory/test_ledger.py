@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from process_groups.ledger import Ledger, Member
+from process_groups.call import Call, Place
 from process_groups.shared_memory.board import Page
-from process_groups.transport import Call, Place
+from process_groups.shared_memory.ledger import Ledger, Member
 from runtime.errors import Coords, GroupClosed, Mismatch, PeerLost
 
 SIZE = 3
@@ -154,7 +154,7 @@ def test_one_who_has_called_and_stands_still(world):
 
 async def leaves(ledger: Ledger) -> bool:
     """Whether it may leave now, though it had a moment only."""
-    task = asyncio.create_task(ledger.farewell(time.monotonic() + 30.0))
+    task = asyncio.create_task(ledger.wait_for_peers(time.monotonic() + 30.0))
     await asyncio.sleep(0)
     done = task.done()
     task.cancel()
@@ -186,9 +186,9 @@ async def test_a_rank_does_not_stay_for_those_who_are_gone(world):
     assert await leaves(world.ledgers[0])
 
 
-async def test_a_farewell_has_a_deadline(world):
+async def test_waiting_for_peers_has_a_deadline(world):
     world.ledgers[0].post(barrier())
-    await world.ledgers[0].farewell(time.monotonic())
+    await world.ledgers[0].wait_for_peers(time.monotonic())
 
 
 def test_calls_are_written_down_in_order(world):

@@ -1,4 +1,4 @@
-"""Compares this rank's calls with its peers', and tells which peer is missing, gone or has given up."""
+"""Compares this rank's calls with its peers', and finds the peer that is missing, gone or has aborted."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from process_groups.call import POINT_TO_POINT, Call, Place, mismatch, not_made, peer_lost
 from process_groups.call_queue import Steps
 from process_groups.shared_memory.board import Page, Pulse, Ring
-from process_groups.transport import POINT_TO_POINT, Call, Place, mismatch, not_made, peer_lost
 from runtime.errors import CommunicationError, Mismatch
 
 _STANDS_STILL = 0.4  # seconds: eight heartbeats
@@ -25,19 +25,39 @@ class Member:
     pulse: Pulse | None
 
 
-class Channel:
+class LedgerChannel:
     """Calls that have one order, this rank's and its partners': the collectives, the sends to a peer, or the receives
     from it."""
 
-    __slots__ = ("_room_until", "mine", "theirs")
+    __slots__ = ("_mine", "_mismatch", "_room_until", "_theirs", "finish")
 
-    def __init__(self, mine: Ring, theirs: Sequence[tuple[int, Ring]]) -> None:
-        self.mine, self.theirs, self._room_until = mine, theirs, 0
+    def __init__(
+        self, mine: Ring, theirs: Sequence[tuple[int, Ring]], mismatch: Callable[[Call, int, str], Mismatch]
+    ) -> None:
+        """`mismatch(call, peer, their terms)` is the error to raise."""
+        self._mine, self._theirs, self._mismatch, self._room_until = mine, theirs, mismatch, 0
+        self.finish = mine.finish
+        """The oldest call that has not finished has."""
+
+    def post(self, call: Call) -> None:
+        """Write down a call; raises Mismatch if a peer has already called something else in its place."""
+        word = self._mine.post(call.number, call.terms)
+        for index, ring in self._theirs:
+            other = ring.differs(call.number, word)
+            if other is not None:
+                raise self._mismatch(call, index, other)
+
+    def post_at_once(self, call: Call) -> bool:
+        """Write a call down, unless the board has no room or an earlier call still waits for room."""
+        if self._mine.issued != call.number - 1 or not self.has_room(call.number):
+            return False
+        self.post(call)
+        return True
 
     def has_room(self, number: int) -> bool:
         """Whether every partner is near enough to compare the call with its own when it comes to it."""
         if number >= self._room_until:  # asked seldom: the partners have gone on since
-            self._room_until = min((ring.room_until for _, ring in self.theirs), default=sys.maxsize)
+            self._room_until = min((ring.room_until for _, ring in self._theirs), default=sys.maxsize)
         return number < self._room_until
 
 
@@ -50,41 +70,31 @@ class Ledger:
         assert own is not None
         self._own = own
         self._seen = [(i, m) for i, m in enumerate(members) if i != me and m.page is not None]
-        self._collectives = Channel(own.collectives, [(i, m.page.collectives) for i, m in self._seen if m.page])
-        self._pairs: dict[tuple[str, int | None], Channel] = {}
+        theirs = [(i, m.page.collectives) for i, m in self._seen if m.page]
+        self._collectives = LedgerChannel(own.collectives, theirs, self.mismatch)
+        self._pairs: dict[tuple[str, int | None], LedgerChannel] = {}
 
     @property
     def places(self) -> list[Place]:
         """Of the group's ranks."""
         return [member.place for member in self._members]
 
-    def channel(self, call: Call) -> Channel:
+    def channel(self, call: Call) -> LedgerChannel:
         """Where a call stands in order."""
         return self._collectives if call.kind not in POINT_TO_POINT else self._pair(call)
 
     def post(self, call: Call) -> None:
         """Write down a call; raises Mismatch where a peer has already called something else in its place."""
-        self._post(call, self.channel(call))
-
-    def _post(self, call: Call, channel: Channel) -> None:
-        word = channel.mine.post(call.number, call.terms)
-        for index, ring in channel.theirs:
-            other = ring.differs(call.number, word)
-            if other is not None:
-                raise self.mismatch(call, index, other)
+        self.channel(call).post(call)
 
     def posted(self, call: Call, steps: Steps) -> Steps:
         """The steps of a call that is written down now, or by its first step where the board has no room yet: once it
         is this call's turn, the peers are near."""
         return steps if self.post_at_once(call) else self.post_first(call, steps)
 
-    def post_at_once(self, call: Call, channel: Channel | None = None) -> bool:
-        """Write a call down, unless the board has no room, or an earlier call still waits for that."""
-        channel = channel or self.channel(call)
-        if channel.mine.issued != call.number - 1 or not channel.has_room(call.number):
-            return False
-        self._post(call, channel)
-        return True
+    def post_at_once(self, call: Call) -> bool:
+        """Write a call down, unless the board has no room or an earlier call still waits for room."""
+        return self.channel(call).post_at_once(call)
 
     def post_first(self, call: Call, steps: Steps) -> Steps:
         """The steps, after writing the call down."""
@@ -96,7 +106,7 @@ class Ledger:
         return mismatch(self._group_name, call, me, other, their_terms)
 
     def finished(self, call: Call) -> None:
-        self.channel(call).mine.finish()
+        self.channel(call).finish()
 
     def trouble(self, call: Call) -> CommunicationError | None:
         """Why `call` will never end: a peer gave the group up, died, or left without making the call."""
@@ -136,7 +146,7 @@ class Ledger:
     def close(self, error: CommunicationError | None) -> None:
         self._own.close(error)
 
-    async def farewell(self, deadline: float, is_read_by: Callable[[int], bool] | None = None) -> None:
+    async def wait_for_peers(self, deadline: float, is_read_by: Callable[[int], bool] | None = None) -> None:
         """Wait until each peer has finished all that it shares with this rank, or is gone.
 
         `is_read_by` says whether a peer has read all that lies outside of the calls on record.
@@ -170,13 +180,13 @@ class Ledger:
         """The peers in shared memory that must make the call too."""
         return [(i, m) for i, m in self._seen if i == call.peer] if call.is_point_to_point else self._seen
 
-    def _pair(self, call: Call) -> Channel:
+    def _pair(self, call: Call) -> LedgerChannel:
         found = self._pairs.get((call.kind, call.peer))
         if found is None:
             theirs = [(index, self._theirs(call, index)) for index, _ in self._partners(call)]
             assert call.peer is not None
             mine = (self._own.sends if call.kind == "send" else self._own.receives)[call.peer]
-            found = self._pairs[call.kind, call.peer] = Channel(mine, theirs)
+            found = self._pairs[call.kind, call.peer] = LedgerChannel(mine, theirs, self.mismatch)
         return found
 
     def _theirs(self, call: Call, index: int) -> Ring:

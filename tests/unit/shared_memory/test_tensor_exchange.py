@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import parallel3d
-from process_groups.shared_memory.engine_collectives import Outcome, SharedTensorExchange, slice_of
 from process_groups.shared_memory.layout import NUM_ROOMS
+from process_groups.shared_memory.tensor_exchange import SharedTensorExchange
+from process_groups.tensor_exchange import Outcome, slice_of
 from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, InvalidCall, Mismatch, PeerLost
 from tests.support.tensor_ranks import ThreadRanks, check_exchanges, in_threads
 
@@ -33,7 +34,7 @@ async def test_ranks_of_one_process():
 
 def add(exchange: SharedTensorExchange, value: float, shape: tuple[int, ...] = (2, 3)) -> torch.Tensor:
     exchange.room(shape, torch.float32).fill_(value)
-    exchange.post(Outcome.TOTAL)
+    exchange.post(Outcome.ALL_REDUCE)
     return exchange.result()
 
 
@@ -42,7 +43,7 @@ def test_something_else_can_be_done_before_the_result_is_taken():
         if exchange.rank == 0:
             time.sleep(0.02)
         exchange.room((4,), torch.float32).fill_(1.0)
-        exchange.post(Outcome.TOTAL)
+        exchange.post(Outcome.ALL_REDUCE)
         meanwhile = torch.ones(3).sum()
         return exchange.result().sum() + meanwhile, exchange.waited
 
@@ -93,12 +94,12 @@ def test_modes_of_autograd_leave_nothing_behind(mode):
 
 @pytest.mark.parametrize(
     "other",
-    [((3, 2), torch.float32, Outcome.TOTAL), ((2, 3), torch.float64, Outcome.TOTAL),
-     ((2, 3), torch.float32, Outcome.JOINED)],
+    [((3, 2), torch.float32, Outcome.ALL_REDUCE), ((2, 3), torch.float64, Outcome.ALL_REDUCE),
+     ((2, 3), torch.float32, Outcome.ALL_GATHER)],
 )  # fmt: skip
 def test_ranks_that_exchange_different_things(other):
     def work(exchange):
-        shape, dtype, outcome = other if exchange.rank else ((2, 3), torch.float32, Outcome.TOTAL)
+        shape, dtype, outcome = other if exchange.rank else ((2, 3), torch.float32, Outcome.ALL_REDUCE)
         exchange.room(shape, dtype)
         exchange.post(outcome)
         with pytest.raises(Mismatch) as caught:
@@ -107,8 +108,8 @@ def test_ranks_that_exchange_different_things(other):
 
     (text, *place), _ = in_threads(2, work)
     assert text == (
-        "exchange number 1 on group tp: rank 0 (dp=0 tp=0 pp=0) makes the sum of parts of float32 (2, 3), but rank 1 "
-        "(dp=0 tp=1 pp=0) makes something else."
+        "exchange number 1 on group tp: rank 0 (dp=0 tp=0 pp=0) calls all_reduce of float32 (2, 3), but rank 1 "
+        "(dp=0 tp=1 pp=0) calls something else."
     )
     assert place == [1, 1]
 
@@ -116,11 +117,11 @@ def test_ranks_that_exchange_different_things(other):
 def test_a_deadline_names_the_rank_that_did_not_come():
     with ThreadRanks(3, timeout=0.05) as ranks:
         ranks.exchanges[2].room((2,), torch.float32)
-        ranks.exchanges[2].post(Outcome.TOTAL)
+        ranks.exchanges[2].post(Outcome.ALL_REDUCE)
         with pytest.raises(DeadlineExceeded) as caught:
             ranks.run(lambda exchange: add(exchange, 1.0, (2,)), ranks=[0])
         assert str(caught.value) == (
-            "the sum of parts of float32 (2,) on group tp did not end within 0.05 s: rank 1 (dp=0 tp=1 pp=0) has not "
+            "all_reduce of float32 (2,) on group tp did not end within 0.05 s: rank 1 (dp=0 tp=1 pp=0) has not "
             "come to it; of 1 exchanges it has posted 0."
         )
         assert caught.value.rank == 1
@@ -147,7 +148,7 @@ def test_what_a_rank_that_gave_up_has_posted_is_not_used():
     with ThreadRanks(2) as ranks:
         for exchange in ranks.exchanges:
             exchange.room((2,), torch.float32)
-            exchange.post(Outcome.TOTAL)
+            exchange.post(Outcome.ALL_REDUCE)
         ranks.shared[1].give_up()
         with pytest.raises(GroupClosed):
             ranks.exchanges[0].result()
@@ -196,7 +197,7 @@ async def test_a_group_that_is_closed_in_one_process():
 
 async def test_a_loop_that_does_not_carry_it_out(monkeypatch):
     """The deadline of a call holds even if the event loop stands still."""
-    monkeypatch.setattr("process_groups.shared_memory.engine_collectives._GRACE", 0.0)
+    monkeypatch.setattr("process_groups.tensor_exchange._GRACE", 0.0)
 
     async def main() -> None:
         async with parallel3d.mesh(tp=2, timeout=0.05) as mesh:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from monitoring.events.collectives import CollectiveEvent, CollectiveRecorder
 from process_groups.arena import Arena
+from process_groups.call import Call
 from process_groups.call_queue import Quick
 from process_groups.group import Group
-from process_groups.shared_memory.repeated import EndedWork, Repeated
+from process_groups.repeated import EndedWork, Repeated
 from process_groups.strategies import measurements
-from process_groups.transport import Call
 from runtime.errors import GroupClosed, Mismatch
 from tests.unit.shared_memory.test_transport import threads_of
 
@@ -32,9 +32,12 @@ def group(threads_of) -> Iterator[Group]:
     made.abort(GroupClosed("the test is over"))
 
 
-def repeated(group: Group, tensor: torch.Tensor, strategy: str | None = None) -> Repeated:
-    quick = Quick(group._transport._collectives, lambda: True, lambda call: None)
-    return Repeated(group, group._transport, quick, tensor, strategy, Call("all_reduce", tensor, tensor, "sum"))
+def repeated(
+    group: Group, tensor: torch.Tensor, strategy: str | None = None, begin: Callable[[Call], None] = lambda call: None
+) -> Repeated:
+    call = Call("all_reduce", tensor, tensor, "sum")
+    quick, channel = Quick(group._transport._collectives, lambda: True, begin), group._transport._ledger.channel(call)
+    return Repeated(group._issuer, quick, channel, weakref.ref(tensor), strategy, call)
 
 
 def test_it_is_for_the_same_call_only(group):
@@ -77,9 +80,8 @@ def test_a_failure_on_the_spot_closes_the_group(group):
         raise RuntimeError("torch is out of sorts")
 
     tensor = torch.ones(3)
-    quick = Quick(group._transport._collectives, lambda: True, fails)
-    known = Repeated(group, group._transport, quick, tensor, None, Call("all_reduce", tensor, tensor, "sum"))
-    group._numbers[None] = 0
+    known = repeated(group, tensor, begin=fails)
+    group._issuer.numbers[None] = 0
     work = known.start(tensor)
     assert work.done()
     assert group.has_failed
@@ -98,8 +100,8 @@ def test_what_ended_at_once_knows_when(threads_of):
 
 
 async def settled(group: Group) -> None:
-    """Until no lane has anything to do, so that the next call can be carried out at once."""
-    while not all(lane.is_idle for lane in group._transport._lanes()):  # noqa: ASYNC110
+    """Until no queue has anything to do, so that the next call can be carried out at once."""
+    while not all(queue.is_idle for queue in group._transport._queues()):  # noqa: ASYNC110
         await asyncio.sleep(0)
 
 
@@ -107,7 +109,7 @@ def test_a_tensor_is_known_from_the_third_call_on(threads_of):
     async def main(group: Group, _: Arena) -> list[bool]:
         tensor, ways = torch.ones(5), []
         for _ in range(4):
-            ways.append(group._repeated.get(("all_reduce", None, id(tensor))) is not None)
+            ways.append(group._repeated.knows("all_reduce", tensor))
             await group.all_reduce(tensor)
         assert tensor.tolist() == [16.0] * 5
         return ways
@@ -160,7 +162,7 @@ async def test_after_the_end_of_the_group_a_repeated_call_is_refused(threads_of,
         await settled(group)
         await settled(peer)
     assert isinstance(pair()[1], EndedWork)
-    numbers = dict(group._numbers)
+    numbers = dict(group._issuer.numbers)
     group.abort(GroupClosed("that is all"))
     before = mine.clone()
     for call in (lambda: group.all_reduce(mine), lambda: group.send(mine, 1), lambda: group.recv(mine, 1)):
@@ -197,7 +199,7 @@ def test_what_is_recorded(threads_of, monkeypatch, strategy):
     monkeypatch.setattr(measurements, "load", lambda *_: {12: [1e-9, 1.0, 1.0, 1.0]})  # `default` is the best by far
 
     async def main(group: Group, _: Arena) -> tuple[list[CollectiveEvent], int]:
-        group._recorder = recorder = CollectiveRecorder()
+        group._issuer.recorder = recorder = CollectiveRecorder()
         tensor, packet, num_at_once = torch.ones(5), torch.ones(2, 3, dtype=torch.float64), 0
         for number in range(50):
             works = [group.all_reduce(tensor, "max", strategy)]
@@ -252,7 +254,7 @@ def test_sends_and_receives_keep_their_order_with_large_ones_in_between(threads_
 
 
 async def test_sends_that_wait_for_room_are_not_overtaken(threads_of):
-    """One tensor, sent again and again while nobody receives: the ring fills, and then the lane keeps the order."""
+    """One tensor, sent again and again while nobody receives: the ring fills, and then the queue keeps the order."""
     threads = threads_of(2)
     group, peer = threads._group(0), threads._group(1)
     value, found = torch.zeros(2), torch.zeros(2)

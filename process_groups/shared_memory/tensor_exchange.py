@@ -1,106 +1,27 @@
-"""Parts of one tensor that ranks put together again and again: their sum, a slice of it, or one after another.
-
-Tensor-parallel layers meet here, from the engine thread, several times a layer. A rank computes its part straight into
-registered memory, shows it, and may do something else until it needs what all parts make together:
-
-    room = exchange.room((16, 128, 256), torch.float32)
-    torch.mm(values, weight, out=room.view(-1, 256))
-    exchange.post(Outcome.TOTAL)
-    ...
-    total = exchange.result()
-
-Every rank makes the same calls in the same order, one exchange at a time.
-"""
+"""Tensor exchanges through shared memory: each rank reads the parts where the others have written them."""
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from math import prod
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from process_groups.arena import no_memory
+from process_groups.call import Place
+from process_groups.reduction import wide_dtype
 from process_groups.shared_memory.exchange import Exchange
 from process_groups.shared_memory.layout import NUM_ROOMS
 from process_groups.signals import Abandoned, Counter, Patience
-from process_groups.strategies.arithmetic import wide_dtype
-from process_groups.transport import Place
-from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, InvalidCall, Mismatch
-
-if TYPE_CHECKING:
-    from process_groups.group import Group
+from process_groups.tensor_exchange import Outcome, nothing_moved, slice_of
+from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, Mismatch
 
 _LOOK = 0.05  # seconds between looks whether the peers are still there
-_GRACE = 5.0  # seconds: the group's own calls end in time, and say more
 _MOST_SHAPES = 64  # whose views are kept
 _PLACE_BITS = 44  # of a word that says where a room lies: 16 TiB, as much as all arenas together may have
-
-
-class Outcome(StrEnum):
-    """What the parts make together, in memory of its own. Sums are taken in rank order on every rank."""
-
-    TOTAL = "the sum of"
-    SLICE = "a slice of the sum of"
-    """This rank's, along a dimension."""
-    JOINED = "a row of"
-    """One after another along a dimension, in rank order."""
-
-
-@dataclass(slots=True)
-class Moved:
-    """All exchanges with one outcome together."""
-
-    calls: int = 0
-    num_bytes: int = 0
-    """As collective benchmarks count: of the whole tensor, also where a rank gets a slice of it."""
-    seconds: float = 0.0
-    """From each part's `post` to its result."""
-
-    def add(self, num_bytes: int, since: float) -> None:
-        self.calls += 1
-        self.num_bytes += num_bytes
-        self.seconds += time.monotonic() - since
-
-
-def nothing_moved() -> dict[Outcome, Moved]:
-    return {outcome: Moved() for outcome in Outcome}
-
-
-class TensorExchange(Protocol):
-    """For one thread at a time."""
-
-    rank: int
-    size: int
-    waited: float
-    """Seconds that this rank has waited for others."""
-    moved: dict[Outcome, Moved]
-    """So far."""
-    is_told_by_group: bool
-    """Whether its exchanges are calls of its group, which notes them itself."""
-
-    def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory to write this rank's part into; its own until `post`."""
-
-    def post(self, outcome: Outcome, dim: int = 0) -> None:
-        """The part is written; never waits."""
-
-    def result(self) -> torch.Tensor:
-        """What was asked for at `post`; waits for the other ranks."""
-
-
-def slice_of(shape: Sequence[int], dim: int, rank: int, size: int) -> tuple[int, int]:
-    """Where a rank's slice along a dimension begins, and how long it is."""
-    length, over = divmod(shape[dim], size)
-    if over:
-        raise InvalidCall(f"{tuple(shape)} can't be cut into {size} equal slices along dimension {dim}.")
-    return rank * length, length
 
 
 def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -152,7 +73,7 @@ class SharedTensorExchange:
     peer post the one before, and so done with the one before that, which lay in the same room.
     """
 
-    is_told_by_group = False
+    is_recorded_by_group = False
 
     def __init__(
         self,
@@ -182,7 +103,7 @@ class SharedTensorExchange:
         self._rooms: list[dict[tuple[Sequence[int], torch.dtype], _Room]] = [{} for _ in range(NUM_ROOMS)]
         self._room: _Room | None = None
         self._plan: _Plan | None = None
-        self._asked = Outcome.TOTAL, 0
+        self._asked = Outcome.ALL_REDUCE, 0
         self._has_failed = False
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -233,7 +154,7 @@ class SharedTensorExchange:
 
     def _part(self, tensor: torch.Tensor, outcome: Outcome, dim: int) -> torch.Tensor:
         """What of a rank's part goes into this rank's result."""
-        if outcome is not Outcome.SLICE:
+        if outcome is not Outcome.REDUCE_SCATTER:
             return tensor
         with torch.inference_mode(False):
             return tensor.narrow(dim, *slice_of(tensor.shape, dim, self.rank, self.size))
@@ -257,12 +178,12 @@ class SharedTensorExchange:
             if line[where] != seen[peer.rank]:
                 self._find(plan, peer, line[where])
         outcome, dim = self._asked
-        made = torch.cat(plan.parts, dim) if outcome is Outcome.JOINED else _sum(plan.parts)
-        whole = made.nbytes * self.size if outcome is Outcome.SLICE else made.nbytes
+        made = torch.cat(plan.parts, dim) if outcome is Outcome.ALL_GATHER else _sum(plan.parts)
+        whole = made.nbytes * self.size if outcome is Outcome.REDUCE_SCATTER else made.nbytes
         self.moved[outcome].add(whole, self._posted_at)
         self._line[1 + NUM_ROOMS] = number
         self._plan = self._room = None
-        if self._exchange.is_abandoned():  # what a rank that gave up has in its memory may be anything
+        if self._exchange.is_abandoned():  # what a rank that aborted has in its memory may be anything
             raise self._given_up()
         return made
 
@@ -298,12 +219,12 @@ class SharedTensorExchange:
         """The exchange under way, as messages show it."""
         assert self._room is not None
         tensor = self._room.tensor
-        return f"{self._asked[0]} parts of {str(tensor.dtype)[6:]} {tuple(tensor.shape)}"
+        return f"{self._asked[0]} of {str(tensor.dtype)[6:]} {tuple(tensor.shape)}"
 
     def _mismatch(self, peer: _Peer) -> Mismatch:
         me, what = self._places[self.rank], self.describe()
         return Mismatch(
-            f"exchange number {self._number} on group {self._group_name}: {me} makes {what}, but {peer.place} makes "
+            f"exchange number {self._number} on group {self._group_name}: {me} calls {what}, but {peer.place} calls "
             "something else.",
             rank=peer.place.rank,
             coords=peer.place.coords,
@@ -321,7 +242,7 @@ class SharedTensorExchange:
         )
 
     def _given_up(self) -> CommunicationError:
-        return self._trouble() or GroupClosed(f"group {self._group_name} was given up")
+        return self._trouble() or GroupClosed(f"group {self._group_name} was aborted")
 
     def is_read_by(self, rank: int) -> bool:
         """Whether this peer has no need of this rank's memory any more. Where an exchange failed, it fails for all."""
@@ -329,56 +250,3 @@ class SharedTensorExchange:
             return True
         line = next(peer.line for peer in self._peers if peer.rank == rank)
         return line[1 + NUM_ROOMS] >= self._number
-
-
-class CallTensorExchange:
-    """Through a group's collectives, which its event loop makes; where no memory is shared."""
-
-    is_told_by_group = True
-
-    def __init__(self, group: Group, loop: asyncio.AbstractEventLoop) -> None:
-        self.rank, self.size, self.waited, self.moved = group.rank, group.size, 0.0, nothing_moved()
-        self._group, self._loop = group, loop
-        self._room: torch.Tensor | None = None
-        self._under_way: concurrent.futures.Future[torch.Tensor] | None = None
-
-    def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        assert self._under_way is None, "the result of the last exchange was not taken"
-        self._room = torch.empty(tuple(shape), dtype=dtype, device=self._group.device)
-        return self._room
-
-    def post(self, outcome: Outcome, dim: int = 0) -> None:
-        part, self._room = self._room, None
-        assert part is not None, "there is nothing to post"
-        if outcome is Outcome.SLICE:
-            slice_of(part.shape, dim, self.rank, self.size)
-        self._under_way = asyncio.run_coroutine_threadsafe(self._carry_out(part, outcome, dim), self._loop)
-
-    async def _carry_out(self, part: torch.Tensor, outcome: Outcome, dim: int) -> torch.Tensor:
-        start = time.monotonic()
-        found = await self._call(part, outcome, dim)
-        self.moved[outcome].add(max(part.nbytes, found.nbytes), start)
-        return found
-
-    async def _call(self, part: torch.Tensor, outcome: Outcome, dim: int) -> torch.Tensor:
-        group = self._group
-        if outcome is Outcome.TOTAL:
-            return await group.all_reduce(part)
-        ahead = part.movedim(dim, 0).contiguous()  # collectives cut and join along the first dimension
-        found = await (group.reduce_scatter(ahead) if outcome is Outcome.SLICE else group.all_gather(ahead))
-        return found.movedim(0, dim).contiguous()
-
-    def result(self) -> torch.Tensor:
-        under_way, self._under_way = self._under_way, None
-        assert under_way is not None, "nothing was posted"
-        start = time.monotonic()
-        try:
-            return under_way.result(self._group.timeout + _GRACE)
-        except concurrent.futures.TimeoutError as late:
-            if isinstance(late, DeadlineExceeded):
-                raise
-            raise DeadlineExceeded("the event loop did not carry an exchange out in time") from None
-        except concurrent.futures.CancelledError:
-            raise GroupClosed(f"an exchange on group {self._group.name} was cancelled") from None
-        finally:
-            self.waited += time.monotonic() - start
