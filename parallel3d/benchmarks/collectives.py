@@ -26,8 +26,8 @@ from parallel3d.benchmarks.crews import Crew, Reception, run_launched
 from parallel3d.benchmarks.figures import GLOO, MEMORY_LIMIT, MPI, Measured, Run
 from parallel3d.benchmarks.mpirun import Mpi, run_mpi
 from parallel3d.benchmarks.plan import Plan
-from parallel3d.benchmarks.sizes import human
 from parallel3d.benchmarks.wire import Command
+from parallel3d.formatting import show_size
 from runtime.cores import num_cores
 from runtime.errors import BenchmarkError
 
@@ -129,7 +129,7 @@ async def _measure_size(plan: Plan, kind: str, num_bytes: int, crews: dict[str, 
         for crew in _rotated(taking_part, round_number):
             for turn in range(turns):
                 for each in _rotated([each for each in contestants if each.crew == crew], round_number + turn):
-                    where = f"{kind} of {human(num_bytes)}, round {round_number + 1} of {plan.rounds}: {each.name}"
+                    where = f"{kind} of {show_size(num_bytes)}, round {round_number + 1} of {plan.rounds}: {each.name}"
                     if turn == 0:  # drawing it takes longer than a turn
                         progress(where)
                     how = each.strategy, each.registered, each.shared

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from parallel3d.benchmarks.known_values import largest_sum
-from parallel3d.benchmarks.sizes import human, parse_sizes
+from parallel3d.formatting import parse_sizes, show_size
 from process_groups.arena import available_memory
 from process_groups.group import REDUCIBLE, STRATEGIES
 from runtime.errors import InvalidCall
@@ -125,8 +125,8 @@ def _check_memory(plan: Plan, available: int) -> None:
     needed = _COPIES * most * largest
     if needed > available:
         raise InvalidCall(
-            f"--sizes {human(largest)} with {most} ranks needs {human(needed)} of memory, and {human(available)} are "
-            "available. Leave out the largest size, or ask for fewer ranks."
+            f"--sizes {show_size(largest)} with {most} ranks needs {show_size(needed)} of memory, "
+            f"and {show_size(available)} are available. Leave out the largest size, or ask for fewer ranks."
         )
 
 

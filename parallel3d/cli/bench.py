@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from parallel3d import exit_codes
+from parallel3d.cli.process import no_process_left
+
 if TYPE_CHECKING:
     from parallel3d.benchmarks.figures import Run
     from parallel3d.benchmarks.mpirun import Mpi
@@ -24,7 +27,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-EXIT_ERROR, EXIT_USAGE = 1, 2
 _LONGEST_FOLDER = 60  # a Unix socket's whole path has room for 107 bytes
 
 
@@ -92,7 +94,7 @@ def collectives(
             check_plot(plot)
     except InvalidCall as error:
         print(f"parallel3d bench collectives: {error}", file=sys.stderr)
-        raise typer.Exit(EXIT_USAGE) from None
+        raise typer.Exit(exit_codes.USAGE) from None
     notes: list[str] = []
     mpi = find_mpi(plan.dtype)
     if isinstance(mpi, str):
@@ -108,7 +110,7 @@ def collectives(
             draw(plan, facts, runs, plot)
         except OSError as error:
             print(f"parallel3d bench collectives: --plot {plot}: {error.strerror}", file=sys.stderr)
-            raise typer.Exit(EXIT_ERROR) from None
+            raise typer.Exit(exit_codes.ERROR) from None
 
 
 def _note(notes: list[str], text: str) -> None:
@@ -149,7 +151,7 @@ def _measure(plan: Plan, mpi: Mpi | None, note: Callable[[str], None], show: Cal
 
         return clear_and_tell
 
-    with _private_folder() as folder, _no_process_left(), _progress() as progress:
+    with _private_folder() as folder, no_process_left(), _progress() as progress:
         return run(main)
 
 
@@ -162,19 +164,6 @@ def _private_folder() -> Iterator[Path]:
         ignore_cleanup_errors=True,
     ) as folder:
         yield Path(folder)
-
-
-@contextmanager
-def _no_process_left() -> Iterator[None]:
-    """Whatever happens, also a second Ctrl-C: everything that was started here is ended here."""
-    from runtime.launch import processes
-
-    strangers = set(processes.descendants(os.getpid()))  # left to us by a shell that has `exec`ed us
-    processes.become_subreaper()
-    try:
-        yield
-    finally:
-        processes.end_descendants(spare=strangers)
 
 
 @contextmanager

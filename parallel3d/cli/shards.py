@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -10,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parallel3d.cli.validate import EXIT_BAD_CONFIG, parse_settings
+from parallel3d.cli.validate import errors_as_json, parse_settings
 from parallel3d.config import RunConfig, load_config, locate
-from parallel3d.config.errors import ConfigProblems
 
 if TYPE_CHECKING:
     from parallel3d.planning.blueprint import Blueprint
@@ -38,23 +36,18 @@ def shards(
     """
     from parallel3d.planning.preflight import draw_before_start
 
-    try:
-        overrides = parse_settings(settings or [])
+    overrides = parse_settings(settings or [])
+    with errors_as_json(as_json):
         config = load_config(file, overrides=overrides)
         blueprint = draw_before_start(config, partial(locate, file, overrides))
-    except ConfigProblems as error:
-        if not as_json:
-            raise
-        print(json.dumps({"errors": [problem.to_json() for problem in error.problems]}, indent=2))
-        raise typer.Exit(EXIT_BAD_CONFIG) from None
     print(_as_json(config, blueprint) if as_json else _as_text(file, config, blueprint))
 
 
 def _as_json(config: RunConfig, blueprint: Blueprint) -> str:
-    from parallel3d.json_lines import dump
+    from parallel3d.formatting import json_lines
 
     cut = blueprint.shards
-    return dump(
+    return json_lines(
         {
             "model": config.model.factory,
             "tp": config.parallel.tp,

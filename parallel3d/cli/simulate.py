@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from parallel3d import exit_codes
 from parallel3d.cli.costs import BackwardOption, CostOptions, ForwardOption, TransferOption, WeightBackwardOption
 from parallel3d.cli.schedule import check_size
-from parallel3d.cli.validate import parse_settings
+from parallel3d.cli.validate import errors_as_json, parse_settings
 from parallel3d.config import RunConfig, load_config, locate
-from parallel3d.config.errors import ConfigProblems, Problem, problem_of_key, show
+from parallel3d.config.errors import Problem, problem_of_key, show
 from parallel3d.planning.preflight import Locate, placing
 from runtime.errors import InvalidCall
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from parallel3d.pipeline.simulation.deadlock import Deadlock
     from parallel3d.pipeline.simulation.outcome import Simulation
 
-EXIT_USAGE, EXIT_BAD_CONFIG = 2, 3
 _SCHEDULE = "pipeline.schedule"
 
 
@@ -51,15 +51,10 @@ def simulate(
 
     overrides = parse_settings(settings or [])
     find = partial(locate, file, overrides)
-    try:
+    with errors_as_json(as_json):
         config = load_config(file, overrides=overrides)
         with placing(find):
             table = _table(config, partial(_is_in, file, find))
-    except ConfigProblems as error:
-        if not as_json:
-            raise
-        print(json.dumps({"errors": [problem.to_json() for problem in error.problems]}, indent=2))
-        raise typer.Exit(EXIT_BAD_CONFIG) from None
     # The plain table first: its drawing has only what the user wrote.
     deadlock = find_deadlock(table) or find_deadlock(table.with_communication())
     if deadlock is not None:
@@ -68,7 +63,7 @@ def simulate(
         costs = CostOptions(forward, backward, weight_backward, transfer).of_stages(table.stages)
     except InvalidCall as error:
         print(f"parallel3d simulate: {error}", file=sys.stderr)
-        raise typer.Exit(EXIT_USAGE) from None
+        raise typer.Exit(exit_codes.USAGE) from None
     result = run(table, costs)
     print(_as_json(result) if as_json else _as_text(file, result))
 
@@ -101,7 +96,7 @@ def _refuse(find: Locate, config: RunConfig, deadlock: Deadlock, as_json: bool) 
         print(json.dumps({"errors": [{**problem.to_json(), "deadlock": _cycle(deadlock)}]}, indent=2))
     else:
         print(problem, file=sys.stderr)
-    raise typer.Exit(EXIT_BAD_CONFIG)
+    raise typer.Exit(exit_codes.BAD_CONFIG)
 
 
 def _cycle(deadlock: Deadlock) -> list[dict[str, Any]]:
@@ -112,10 +107,10 @@ def _cycle(deadlock: Deadlock) -> list[dict[str, Any]]:
 
 
 def _as_json(result: Simulation) -> str:
-    from parallel3d.json_lines import dump
+    from parallel3d.formatting import json_lines
 
     table = result.table
-    return dump(
+    return json_lines(
         {
             "schedule": table.schedule,
             "stages": table.stages,

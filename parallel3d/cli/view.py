@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from parallel3d import exit_codes
 from runtime.errors import InvalidCall
 
 if TYPE_CHECKING:
     from monitoring.http.endpoint import Endpoint
     from parallel3d.reports.folder_view import FolderView
     from parallel3d.reports.run_reader import FinishedRun
-
-EXIT_ERROR = 1
 
 
 def register(app: typer.Typer) -> None:
@@ -46,7 +45,7 @@ def view(
         raise typer.Exit(_serve(folder, port, opens))
     except InvalidCall as error:
         print(f"parallel3d view: {error}", file=sys.stderr)
-        raise typer.Exit(EXIT_ERROR) from None
+        raise typer.Exit(exit_codes.ERROR) from None
 
 
 def _live_page(run: FinishedRun) -> str | None:

@@ -18,7 +18,7 @@ from monitoring.checks import or_null
 from monitoring.events.trace import Span, chrome_trace, to_bytes
 from parallel3d.config.errors import ConfigProblems, Place, Problem, show
 from parallel3d.config.sections import RunConfig
-from parallel3d.json_lines import dump
+from parallel3d.formatting import json_lines
 from parallel3d.reports.html import to_page
 from parallel3d.reports.run_reader import read_run
 from parallel3d.runs.record import RunRecord
@@ -232,4 +232,4 @@ def _span_file(folder: Path, rank: int) -> Path:
 
 def as_json(document: Mapping[str, Any]) -> str:
     """As files of the folder have it, and as `--json` prints it."""
-    return dump(document) + "\n"
+    return json_lines(document) + "\n"

@@ -34,9 +34,9 @@ from parallel3d.benchmarks.mpirun import Mpi, find_mpi
 from parallel3d.benchmarks.our_rank import OurRank
 from parallel3d.benchmarks.plan import DTYPES, Plan, _check_memory, make_plan
 from parallel3d.benchmarks.plot import picture
-from parallel3d.benchmarks.sizes import human, parse_size, parse_sizes
 from parallel3d.benchmarks.table import _number, render
 from parallel3d.benchmarks.wire import Command, time_calls
+from parallel3d.formatting import parse_size, parse_sizes, show_size
 from process_groups.group import STRATEGIES
 from process_groups.reduction import piece_bytes
 from runtime import cores
@@ -81,7 +81,7 @@ def test_a_list_of_sizes_keeps_its_order_and_counts_each_once():
     ],
 )
 def test_sizes_are_shown(size, text):
-    assert human(size) == text
+    assert show_size(size) == text
 
 
 def plan_of(ranks=("2",), sizes=None, strategies=None, dtype="float32", rounds=None, quick=False):
