@@ -1,4 +1,4 @@
-"""`parallel3d bench`: how fast ours is on this machine, beside what users would pick instead."""
+"""`parallel3d bench`: measures our collectives on this machine, beside gloo and MPI."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_LONGEST_FOLDER = 60  # a Unix socket's whole path has room for 107 bytes
+_LONGEST_FOLDER = 60  # the path of a Unix socket has at most 107 bytes
 
 
 def register(app: typer.Typer) -> None:
@@ -38,7 +38,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _paragraphs(docstring: str) -> str:
-    """Each in one line, so that the terminal's width decides where it is broken."""
+    """One line per paragraph, so that the terminal's width decides where it is broken."""
     return re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(docstring))
 
 
@@ -142,14 +142,14 @@ def _measure(plan: Plan, mpi: Mpi | None, note: Callable[[str], None], show: Cal
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, os.kill, os.getpid(), signal.SIGTERM)
         return await measure(plan, mpi, folder, progress, instead_of_progress(note), instead_of_progress(show))
 
-    def instead_of_progress(tell: Callable[[T], None]) -> Callable[[T], None]:
-        """On a terminal both are in the same place."""
+    def instead_of_progress(show: Callable[[T], None]) -> Callable[[T], None]:
+        """Clears the progress line first, which is in the same place on a terminal."""
 
-        def clear_and_tell(what: T) -> None:
+        def clear_and_show(what: T) -> None:
             progress("")
-            tell(what)
+            show(what)
 
-        return clear_and_tell
+        return clear_and_show
 
     with _private_folder() as folder, no_process_left(), _progress() as progress:
         return run(main)
@@ -168,7 +168,7 @@ def _private_folder() -> Iterator[Path]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Shows a line that replaces the one before, on a terminal only; "" clears it, and it is gone in the end."""
+    """Gives what shows a progress line on a terminal; "" clears it, and it is cleared in the end."""
     shown = 0
 
     def show(text: str) -> None:

@@ -84,7 +84,7 @@ def _run(spec: LaunchSpec, logs: tuple[int, ...], metrics_port: int | None, warm
 
 @contextmanager
 def _serve_metrics(port: int | None, num_ranks: int) -> Iterator[OnMessage | None]:
-    """Gives what takes the ranks' reports, while `/metrics` shows them."""
+    """Serve `/metrics` meanwhile; gives the function that takes the ranks' messages."""
     if port is None:
         yield None
         return
@@ -101,7 +101,7 @@ def _serve_metrics(port: int | None, num_ranks: int) -> Iterator[OnMessage | Non
         said = os.strerror(error.errno) if error.errno else str(error)
         print(f"parallel3d launch: --metrics-port {port}: {said}", file=sys.stderr)
         raise typer.Exit(exit_codes.USAGE) from None
-    # Scripts make their own meshes, so nothing but the number of ranks is known of them.
+    # Only the number of ranks is known, because scripts make their own meshes.
     facts = RunFacts(world_size=num_ranks, version=__version__, started=time.time())
     station, _ = open_station(facts, endpoint)
     try:

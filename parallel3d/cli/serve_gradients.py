@@ -211,7 +211,7 @@ def _serve_metrics(server: GradientServer, port: int | None) -> Service | None:
 
 
 def _pairs(record: StepRecord, steps: int | None) -> list[tuple[str, str]]:
-    """What the line says of a step."""
+    """Names and values of a step for the live line."""
     made = record.step + 1
     return [
         ("step", str(made) if steps is None else f"{made:>{len(str(steps))}}/{steps}"),

@@ -1,4 +1,4 @@
-"""`parallel3d shards`: what of a run's model is on which stage and which rank."""
+"""`parallel3d shards`: which part of a run's model each stage and rank has."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from parallel3d.tensor.shards import Shard
 
 _BYTES = {"float32": 4, "float64": 8, "bfloat16": 4}
-"""Of a weight; bfloat16 is for activations."""
+"""Of a weight; with bfloat16, weights are still float32."""
 _MIB = 1 << 20
 
 
@@ -84,7 +84,7 @@ def _num_parameters(blueprint: Blueprint) -> int:
 
 
 def _ranks(blueprint: Blueprint) -> list[dict[str, Any]]:
-    """Of one replica."""
+    """The ranks of one replica."""
     found = []
     for pp in range(blueprint.table.num_ranks):
         stages = blueprint.table.stages_of_rank(pp)
@@ -143,7 +143,7 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
-    """Columns next to each other; those in `right` are numbers."""
+    """Aligned columns; those in `right` are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -1,4 +1,4 @@
-"""`parallel3d simulate`: the pipeline of a run, proved free of deadlock and carried out on paper. No torch."""
+"""`parallel3d simulate`: checks a run's pipeline for deadlock and simulates its times. No torch."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _table(config: RunConfig, is_in_file: Callable[[str], bool]) -> Table:
     try:
         check_size(pp, None if is_csv(pipeline.schedule) else pipeline.virtual_stages, pipeline.microbatches)
     except InvalidCall as error:
-        key = min(sizes, key=is_in_file)  # what was set just now, over a file that was right before
+        key = min(sizes, key=is_in_file)  # an override rather than the file
         raise problem_of_key(key, sizes[key], str(error)) from error
     try:
         return configured_table(config)
@@ -86,7 +86,7 @@ def _table(config: RunConfig, is_in_file: Callable[[str], bool]) -> Table:
 
 
 def _is_in(file: Path, find: Locate, key: str) -> bool:
-    """Whether the file has the value, or nobody."""
+    """Whether the value is not from an override or the environment."""
     return find(key).source == str(file)
 
 

@@ -1,4 +1,4 @@
-"""`parallel3d verify`: holds a parallel run's metrics.json against that of one rank. No torch."""
+"""`parallel3d verify`: compares a parallel run's metrics.json with that of one rank. No torch."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def verify(
 
 
 def read_metrics(path: Path) -> Metrics:
-    """What the file says. Raises InvalidCall, which says what is wrong with it."""
+    """Read the file. Raises InvalidCall, which says what is wrong with it."""
     from monitoring.verify import Metrics
 
     file = path / _METRICS if path.is_dir() else path
@@ -92,7 +92,7 @@ def read_metrics(path: Path) -> Metrics:
 
 
 def as_text(judgements: Sequence[Judgement]) -> str:
-    """A line a gate, and what follows from all."""
+    """One line per gate, and the result of all."""
     gates, outcomes = (
         max(len(text) for text in texts)
         for texts in ([each.gate for each in judgements], [each.outcome for each in judgements])

@@ -97,7 +97,7 @@ class RunMonitor:
 
 
 def _page(station: Station, observer: Observer) -> list[web.RouteDef]:
-    """Called in the monitor's thread, so that the imports of the page delay nobody."""
+    """Called in the monitor's thread, so that importing the page does not delay the run."""
     from parallel3d.reports.live_page import page_of
 
     return page_of(station, observer)

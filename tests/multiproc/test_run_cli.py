@@ -17,7 +17,7 @@ import pytest
 from tests.support.processes import ROOT, SECONDS, Started, Stream
 from tests.support.stand_in import STAND_IN
 
-COMMAND = str(ROOT / "tests" / "stand_in_cli.py")
+COMMAND = str(ROOT / "tests" / "support" / "stand_in_cli.py")
 FILES = ["config.yaml", "endpoints.json", "events.jsonl", "metrics.json", "report.html", "trace.json.gz"]
 
 

@@ -88,7 +88,6 @@ async def test_a_folder_that_cannot_be_written_is_told_and_nobody_is_answered(ru
 async def test_a_rule_that_fails_does_not_cost_the_folder(run, monkeypatch, capfd):
     folder = run.folder
     run.start_monitor()
-    watch = run._monitor
 
     def fail(self):
         raise ZeroDivisionError("a bug of ours")
@@ -102,7 +101,6 @@ async def test_a_rule_that_fails_does_not_cost_the_folder(run, monkeypatch, capf
 
 
 async def test_what_lives_when_ranks_are_ready_is_looked_through_again_only_after_the_run(run):
-    folder = run.folder
     run.start_monitor()
     watch = run._monitor
     watch.take(1, {"kind": "ready"})

@@ -68,12 +68,13 @@ class Clock:
         return self.now
 
 
-async def gathered(
-    num_steps: int, num_reports: dict[int, int], ranks: int = 3
-) -> list[list[tuple[int, dict[str, Any]]]]:
+Heard = list[tuple[int, dict[str, Any]]]
+
+
+async def gathered(num_steps: int, num_reports: dict[int, int], ranks: int = 3) -> list[tuple[Heard, list[int]]]:
     """So many steps a second long, in each of which rank r reports some messages of 1000 bytes."""
 
-    async def main() -> tuple[list[tuple[int, dict[str, Any]]], list[int]]:
+    async def main() -> tuple[Heard, list[int]]:
         async with parallel3d.mesh(dp=ranks) as mesh:
             outbox, clock, heard, sizes = Outbox(), Clock(), [], []
             gathering = ReportGathering(mesh, outbox, lambda rank, message: heard.append((rank, message)), clock)

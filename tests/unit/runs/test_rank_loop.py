@@ -308,10 +308,16 @@ async def test_json_of_every_rank_on_every_rank():
 
 
 @pytest.fixture
-def first(tmp_path, monkeypatch) -> RunLifecycle:
+def shown() -> list[int]:
+    """The steps that rank 0 shows."""
+    return []
+
+
+@pytest.fixture
+def first(tmp_path, monkeypatch, shown) -> RunLifecycle:
     """Rank 0's."""
     monkeypatch.chdir(tmp_path)
-    lifecycle = RunLifecycle(config_of())
+    lifecycle = RunLifecycle(config_of(), on_step=lambda step: shown.append(step.step))
     lifecycle.record.facts = ModelFacts(5)
     lifecycle.create_folder()
     return lifecycle
@@ -327,9 +333,10 @@ async def work(first: RunLifecycle, make: type[StandIn] = StandIn) -> None:
     await parallel3d.in_process(main, ranks=2)
 
 
-async def test_rank_0_gathers_all_reports(first):
+async def test_rank_0_gathers_all_reports(first, shown):
     folder = first.folder
     await work(first)
+    assert shown == [0, 1, 2, 3]
     assert first.record.status is Status.COMPLETED
     metrics = json.loads((folder.path / "metrics.json").read_text())
     assert (metrics["status"], metrics["losses"]) == ("completed", [10.0, 9.0, 8.0, 7.0])
