@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 
 from parallel3d.config import load_config
-from parallel3d.runs.last_steps import LastSteps
-from parallel3d.runs.rank_loop import Steps, SupervisorOwner, facts_of, sending_events
+from parallel3d.runs.rank_loop import LastSteps, Steps, SupervisorReporter, facts_of, sending_events
 from parallel3d.training.coordinator import Coordinator
 from runtime.control import rank_control
 from runtime.loop import run
@@ -32,14 +31,14 @@ async def take_turns(rounds: int, pairs: int, folder: Path) -> dict[str, list[fl
     config = load_config(folder / "config.yaml", environ={})
     control = rank_control()
     assert control is not None
-    owner = SupervisorOwner(control)
+    reporter = SupervisorReporter(control)
     try:
         async with Coordinator.from_config(config) as coordinator:
-            turns = Turns(coordinator, owner)
+            turns = Turns(coordinator, reporter)
             await turns.warm_up()
             return {**await turns.take(rounds), **await turns.alternate(pairs)}
     finally:
-        await owner.close()
+        await reporter.close()
 
 
 def batch_of(coordinator: Coordinator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,14 +66,14 @@ class Switch:
 class Turns:
     """The same steps with and without monitoring."""
 
-    def __init__(self, coordinator: Coordinator, owner: SupervisorOwner) -> None:
-        self._coordinator, self._mesh, self._owner = coordinator, coordinator.mesh, owner
+    def __init__(self, coordinator: Coordinator, reporter: SupervisorReporter) -> None:
+        self._coordinator, self._mesh, self._reporter = coordinator, coordinator.mesh, reporter
         self._switch, self._batch = Switch(coordinator), batch_of(coordinator)
-        self._steps = Steps(coordinator, owner, LastSteps(coordinator.mesh, coordinator.recorder))
+        self._steps = Steps(coordinator, reporter, LastSteps(coordinator.mesh, coordinator.recorder))
 
     async def warm_up(self) -> None:
         """Make first steps, in which torch loads what it needs, and measure how many fit a turn."""
-        self._owner.send("ready", **facts_of(self._coordinator))
+        self._reporter.send("ready", **facts_of(self._coordinator))
         for on in (True, False):
             self._switch.turn(on)
             for _ in range(5):
@@ -94,7 +93,7 @@ class Turns:
 
     async def _turn(self, name: str) -> float:
         self._switch.turn(name != "off")
-        with sending_events(self._coordinator, self._owner):
+        with sending_events(self._coordinator, self._reporter):
             await self._make_steps(SETTLING_SECONDS)
             self._announce(name)
             seconds = await self._make_steps(TURN_SECONDS)
@@ -110,13 +109,13 @@ class Turns:
 
     def _announce(self, turn: str) -> None:
         if self._mesh.rank == 0:
-            self._owner.send("turn", name=turn)
+            self._reporter.send("turn", name=turn)
 
     async def alternate(self, pairs: int) -> dict[str, list[float]]:
         """Single steps without and with recording, alternating, because the machine's speed changes from second to
         second by more than recording costs."""
         seconds: dict[str, list[float]] = {"unrecorded": [], "recorded": []}
-        with sending_events(self._coordinator, self._owner):
+        with sending_events(self._coordinator, self._reporter):
             for number in range(2 * pairs):
                 on = number % 4 in (1, 2)  # each goes first as often as the other
                 self._switch.turn(on)

@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from parallel3d.benchmarks.mpirun import Mpi, run_mpi
-from parallel3d.benchmarks.plan import Plan, human
+from parallel3d.benchmarks.plan import Plan
 from parallel3d.benchmarks.results import GLOO, MEMORY_LIMIT, MPI, Measured, Run
 from parallel3d.benchmarks.worker import Command
 from parallel3d.benchmarks.worker_processes import Listener, WorkerProcesses, run_launched
+from parallel3d.formatting import show_size
 from runtime.cores import num_cores
 from runtime.errors import BenchmarkError
 
@@ -133,7 +134,7 @@ async def _measure_size(
         for name in _rotated(taking_part, round_number):
             for turn in range(turns):
                 for each in _rotated([each for each in contestants if each.workers == name], round_number + turn):
-                    where = f"{kind} of {human(num_bytes)}, round {round_number + 1} of {plan.rounds}: {each.name}"
+                    where = f"{kind} of {show_size(num_bytes)}, round {round_number + 1} of {plan.rounds}: {each.name}"
                     if turn == 0:  # drawing it takes longer than a turn
                         progress(where)
                     how = each.strategy, each.registered, each.shared

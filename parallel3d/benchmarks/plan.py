@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from parallel3d.benchmarks.worker import largest_sum
-from parallel3d.formatting import BYTES, LARGEST_SIZE, in_base_unit
+from parallel3d.formatting import parse_sizes, show_size
 from process_groups.arena import available_memory
 from process_groups.arguments import REDUCIBLE, STRATEGIES
 from runtime.errors import InvalidCall
@@ -22,7 +21,6 @@ ROUNDS, QUICK_ROUNDS = 5, 3
 _TURNS_AND_CALLS = {64 << 10: (7, 40), 1 << 20: (7, 20), 16 << 20: (3, 8), 64 << 20: (5, 2), math.inf: (2, 2)}
 """By the most bytes: turns in a round, calls in a turn. Times of 64 MiB vary most: half of it fits a cache."""
 _EXACT_UP_TO = {"int8": 127, "uint8": 255, "bfloat16": 1 << 8, "float16": 1 << 11}
-_SIZE_UNITS = {"": 1, **{letter: BYTES[f"{letter}ib"] for letter in "kmg"}, **BYTES}
 # Of every rank's tensor: itself, and as much again that a peer may allocate in a call (some algorithms of MPI do), or
 # for our unregistered tensor. Only one contestant's ranks hold tensors at a time.
 _COPIES = 2
@@ -127,38 +125,11 @@ def _check_memory(plan: Plan, available: int) -> None:
     needed = _COPIES * most * largest
     if needed > available:
         raise InvalidCall(
-            f"--sizes {human(largest)} with {most} ranks needs {human(needed)} of memory, and {human(available)} are "
-            "available. Leave out the largest size, or ask for fewer ranks."
+            f"--sizes {show_size(largest)} with {most} ranks needs {show_size(needed)} of memory, and "
+            f"{show_size(available)} are available. Leave out the largest size, or ask for fewer ranks."
         )
 
 
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of this name, a key of `DTYPES`."""
     return DTYPES[name]
-
-
-def parse_size(text: str) -> int:
-    """Bytes. KiB is 1024 and KB 1000 as in the YAML file, K is KiB as in nccl-tests."""
-    size, shown = in_base_unit(text, _SIZE_UNITS), reprlib.repr(text.strip())
-    if size is None:
-        raise InvalidCall(f"--sizes {shown} is not a size such as 4, 64KiB or 1.5MiB.")
-    if size < 1 or not size.is_integer():
-        raise InvalidCall(f"--sizes {shown} is {size:g} bytes; give whole ones, 1 or more.")
-    if size > LARGEST_SIZE:
-        raise InvalidCall(f"--sizes {shown} is more than any memory; give less than 8 EiB.")
-    return int(size)
-
-
-def parse_sizes(text: str) -> tuple[int, ...]:
-    """A comma-separated list, in its order, without repeats."""
-    return tuple(dict.fromkeys(parse_size(part) for part in text.split(",")))
-
-
-def human(num_bytes: float) -> str:
-    """In the largest unit below the size: `64 KiB`, `1.5 MiB`; in KB and MB if only these divide it."""
-    ending = "B" if num_bytes % 1000 == 0 and num_bytes % 1024 else "iB"
-    for letter in "GMK":
-        unit = BYTES[f"{letter}{ending}".lower()]
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.4g} {letter}{ending}"
-    return f"{num_bytes:.0f} B"

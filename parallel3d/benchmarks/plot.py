@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monitoring.events.collectives import bus_factor
-from parallel3d.benchmarks.plan import Plan, human
+from parallel3d.benchmarks.plan import Plan
 from parallel3d.benchmarks.results import PEERS, Measured, Run, figures, headline
 from parallel3d.benchmarks.table import over_rounds
+from parallel3d.formatting import show_size
 from runtime.errors import InvalidCall
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def _draw_lines(panel: Axes, title: str, measured: Sequence[Measured], factor: f
         panel.plot(x, [getattr(each[name], what) * scale for each in found], label=name, **_style(name, number))
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
-    panel.set_xticks(x, [human(size) for size in x], rotation=45)
+    panel.set_xticks(x, [show_size(size) for size in x], rotation=45)
     panel.set_xlabel("size of the tensor")
     panel.set_title(title, fontsize="medium")
     panel.grid(alpha=0.3)

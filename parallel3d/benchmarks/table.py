@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 
 from monitoring.events.collectives import bus_factor
-from parallel3d.benchmarks.plan import human
 from parallel3d.benchmarks.results import (
     MPI,
     PEERS,
@@ -17,6 +16,7 @@ from parallel3d.benchmarks.results import (
     figures,
     geometric_means,
 )
+from parallel3d.formatting import show_size
 
 _COLUMNS = (
     ("size", 9),
@@ -69,7 +69,7 @@ def _table(sizes: Sequence[Measured], bus_factor: float, columns: Sequence[str])
         for name, each in found.items():
             cells = _cells(f"{name} *" if name == best else name, each, measured, measured.seconds[name])
             if name == next(iter(found)):
-                cells |= {"size": human(measured.num_bytes), "count": str(measured.count)}
+                cells |= {"size": show_size(measured.num_bytes), "count": str(measured.count)}
             yield _line(cells, columns)
 
 
@@ -117,7 +117,7 @@ def _means(sizes: Sequence[Measured]) -> Iterator[str]:
     yield ""
     limited = [measured for measured in sizes if measured.num_bytes >= _LIMIT_FROM]
     shares = geometric_means(limited) if limited else {}
-    since = f" from {human(_LIMIT_FROM)} up" if len(limited) < len(sizes) else ""
+    since = f" from {show_size(_LIMIT_FROM)} up" if len(limited) < len(sizes) else ""
     for name, means in geometric_means(sizes).items():
         if name in PEERS:
             continue

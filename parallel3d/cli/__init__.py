@@ -1,1 +1,1 @@
-"""The command line. One file a verb; a verb is absent until it works."""
+"""The command line: one file per verb."""

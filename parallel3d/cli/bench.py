@@ -1,4 +1,4 @@
-"""`parallel3d bench`: how fast ours is on this machine, beside what users would pick instead."""
+"""`parallel3d bench`: measures our collectives on this machine, beside gloo and MPI."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from parallel3d import exit_codes
+from parallel3d.cli.process import no_process_left
+
 if TYPE_CHECKING:
     from parallel3d.benchmarks.mpirun import Mpi
     from parallel3d.benchmarks.plan import Plan
@@ -24,8 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-EXIT_ERROR, EXIT_USAGE = 1, 2
-_LONGEST_FOLDER = 60  # a Unix socket's whole path has room for 107 bytes
+_LONGEST_FOLDER = 60  # the path of a Unix socket has at most 107 bytes
 
 
 def register(app: typer.Typer) -> None:
@@ -36,7 +38,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _paragraphs(docstring: str) -> str:
-    """Each in one line, so that the terminal's width decides where it is broken."""
+    """One line per paragraph, so that the terminal's width decides where it is broken."""
     return re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(docstring))
 
 
@@ -92,7 +94,7 @@ def collectives(
             check_plot(plot)
     except InvalidCall as error:
         print(f"parallel3d bench collectives: {error}", file=sys.stderr)
-        raise typer.Exit(EXIT_USAGE) from None
+        raise typer.Exit(exit_codes.USAGE) from None
     notes: list[str] = []
     mpi = find_mpi(plan.dtype)
     if isinstance(mpi, str):
@@ -108,7 +110,7 @@ def collectives(
             draw(plan, facts, runs, plot)
         except OSError as error:
             print(f"parallel3d bench collectives: --plot {plot}: {error.strerror}", file=sys.stderr)
-            raise typer.Exit(EXIT_ERROR) from None
+            raise typer.Exit(exit_codes.ERROR) from None
 
 
 def _note(notes: list[str], text: str) -> None:
@@ -140,16 +142,16 @@ def _measure(plan: Plan, mpi: Mpi | None, note: Callable[[str], None], show: Cal
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, os.kill, os.getpid(), signal.SIGTERM)
         return await measure(plan, mpi, folder, progress, instead_of_progress(note), instead_of_progress(show))
 
-    def instead_of_progress(tell: Callable[[T], None]) -> Callable[[T], None]:
-        """On a terminal both are in the same place."""
+    def instead_of_progress(show: Callable[[T], None]) -> Callable[[T], None]:
+        """Clears the progress line first, which is in the same place on a terminal."""
 
-        def clear_and_tell(what: T) -> None:
+        def clear_and_show(what: T) -> None:
             progress("")
-            tell(what)
+            show(what)
 
-        return clear_and_tell
+        return clear_and_show
 
-    with _private_folder() as folder, _no_process_left(), _progress() as progress:
+    with _private_folder() as folder, no_process_left(), _progress() as progress:
         return run(main)
 
 
@@ -165,21 +167,8 @@ def _private_folder() -> Iterator[Path]:
 
 
 @contextmanager
-def _no_process_left() -> Iterator[None]:
-    """Whatever happens, also a second Ctrl-C: everything that was started here is ended here."""
-    from runtime.launch import processes
-
-    strangers = set(processes.descendants(os.getpid()))  # left to us by a shell that has `exec`ed us
-    processes.become_subreaper()
-    try:
-        yield
-    finally:
-        processes.end_descendants(spare=strangers)
-
-
-@contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Shows a line that replaces the one before, on a terminal only; "" clears it, and it is gone in the end."""
+    """Gives what shows a progress line on a terminal; "" clears it, and it is cleared in the end."""
     shown = 0
 
     def show(text: str) -> None:

@@ -1,4 +1,4 @@
-"""The options that say what actions cost. Shared by the verbs that simulate."""
+"""The options for the costs of pipeline actions, shared by the verbs that simulate."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TransferOption = Annotated[
 
 
 class CostOptions(NamedTuple):
-    """As they were written."""
+    """The options as the user wrote them."""
 
     forward: str = "1"
     backward: str = "2"
@@ -48,12 +48,12 @@ class CostOptions(NamedTuple):
     transfer: str = "0"
 
     def changed(self) -> str | None:
-        """The first option that is not as it is by default."""
+        """The first option that differs from its default."""
         names = (name for name, default in self._field_defaults.items() if getattr(self, name) != default)
         return next((f"--{name.replace('_', '-')}" for name in names), None)
 
     def of_stages(self, stages: int) -> Costs:
-        """Costs of that many stages."""
+        """Costs of this many stages."""
         from parallel3d.pipeline.simulation.costs import Costs
 
         forward = _numbers("--forward", self.forward, stages, "stage")
@@ -95,7 +95,7 @@ class CostOptions(NamedTuple):
 
 
 def _numbers(option: str, text: str, places: int, noun: str) -> tuple[float, ...]:
-    """One number a place."""
+    """One number per place: as given, or the single one repeated."""
     numbers = tuple(_number(option, part) for part in text.split(","))
     if len(numbers) == 1:
         return numbers * places

@@ -108,7 +108,7 @@ def _target(asked: str | None, config: RunConfig | None, token_file: str | None,
 
 
 def _as_configured(config: RunConfig | None, token_file: str | None, ca_file: str | None) -> Target:
-    """An address that listens for all is asked on this host."""
+    """As the configuration says; an endpoint on all interfaces is scraped on this host."""
     from monitoring.dashboards import Target
     from monitoring.dashboards.target import DEFAULT_PORT
 

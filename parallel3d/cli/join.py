@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import sys
+import traceback
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import aclosing, redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parallel3d.cli.early import open_standard_fds
+from monitoring.checks import or_null
+from parallel3d.cli.process import on_signals, open_standard_fds
+from parallel3d.cli.run_text import LiveLine
 from parallel3d.cli.validate import parse_settings
 from parallel3d.config import RunConfig, load_config, locate
-from runtime.errors import ConfigError
+from parallel3d.formatting import json_lines
+from parallel3d.runs.lifecycle import exit_code
+from parallel3d.runs.record import RunError, RunRecord, Status
+from runtime.errors import ConfigError, Parallel3DError, notes_of
 from runtime.gradient_server.wire.link import split_address
 
 if TYPE_CHECKING:
     import ssl
 
-    from parallel3d.cli.joined_run import JoinedRun
+    from parallel3d.gradient_worker.joined_training import JoinedTraining
     from parallel3d.gradient_worker.worker import GradientWorker
     from parallel3d.planning.preflight import Locate
 
 MakeWorker = Callable[[], "GradientWorker"]
+GRACE_SECONDS = 3.0
+"""For a step that is under way when a signal comes; other workers would have to make it again."""
 
 
 def register(app: typer.Typer) -> None:
@@ -88,22 +98,107 @@ def _trusting(path: Path | None) -> ssl.SSLContext | None:
 
 
 def _train(config: RunConfig, make_worker: MakeWorker, find: Locate, as_json: bool) -> int:
-    from parallel3d.cli.joined_run import JoinedRun
-    from parallel3d.gradient_worker.joined_training import check_joinable
+    from parallel3d.gradient_worker.joined_training import JoinedTraining, check_joinable
     from parallel3d.planning.preflight import check_before_start, placing
     from runtime.loop import run_on_uvloop
 
-    with redirect_stdout(sys.stderr), placing(find):  # what a factory of the user's prints is not our data
+    # stdout is for data, not for what the user's factories print.
+    with redirect_stdout(sys.stderr), placing(find):
         check_joinable(config)
-        joined = JoinedRun(config, check_before_start(config, find), make_worker())
+        record, worker = RunRecord(config, check_before_start(config, find)), make_worker()
+        joined = JoinedRun(JoinedTraining(config, worker), worker, record)
         run_on_uvloop(joined.work())
-    _say_the_end(joined, as_json)
+    print(joined.summary(), file=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        print(json_lines(joined.to_json()))
     return joined.exit_code
 
 
-def _say_the_end(joined: JoinedRun, as_json: bool) -> None:
-    from parallel3d.json_lines import dump
+class JoinedRun:
+    """One worker of a gradient server, from the join to its exit code."""
 
-    print(joined.summary(), file=sys.stderr if as_json else sys.stdout)
-    if as_json:
-        print(dump(joined.to_json()))
+    def __init__(self, training: JoinedTraining, worker: GradientWorker, record: RunRecord) -> None:
+        self.record, self._worker, self._training = record, worker, training
+        self._live = LiveLine.on_stderr()
+        self._signal: signal.Signals | None = None
+
+    async def work(self) -> None:
+        """Train to the end. Raises only ConfigError; any other failure is in the record."""
+        self._handle_signals()
+        record = self.record
+        try:
+            await self._train()
+            made = record.steps[-1].step + 1 if record.steps else 0
+            record.status = Status.COMPLETED if made >= record.config.train.steps else Status.STOPPED
+        except asyncio.CancelledError:
+            if self._signal is None:
+                raise
+        except ConfigError:
+            raise
+        except Exception as error:
+            if not isinstance(error, Parallel3DError):
+                traceback.print_exc()
+            record.status = Status.FAILED
+            record.error = RunError(f"{type(error).__name__}: {error}", step=self._worker.step, notes=notes_of(error))
+        finally:
+            self._live.close()
+        if self._signal is not None and record.status is not Status.FAILED:
+            record.status = Status.INTERRUPTED
+
+    async def _train(self) -> None:
+        async with self._training as training, aclosing(training.steps()) as steps:
+            worker = self._worker
+            print(f"worker {worker.worker_id} ({worker.node_id}) has joined", file=sys.stderr, flush=True)
+            async for step in steps:
+                self.record.steps.append(step)
+                self._live.show(self.record, step)
+                if self._signal is not None:
+                    break
+
+    def _handle_signals(self) -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def interrupt(number: signal.Signals, task: asyncio.Task[Any] = task) -> None:
+            is_first, self._signal = self._signal is None, self._signal or number
+            if is_first and self._training.is_making:
+                loop.call_later(GRACE_SECONDS, task.cancel)
+            else:
+                task.cancel()
+
+        on_signals(interrupt)
+
+    @property
+    def exit_code(self) -> int:
+        return exit_code(self.record.status, self._signal)
+
+    def summary(self) -> str:
+        """The text at the end."""
+        record, steps = self.record, self.record.steps
+        worker = self._worker.worker_id
+        first = f"{record.status}: {len(steps)} steps" + ("" if worker is None else f" as worker {worker}")
+        if steps:
+            first += f", loss {steps[0].loss:.4f} to {steps[-1].loss:.4f}, {record.tokens_per_second:,.0f} tokens/s"
+        why = self._worker.ended_because
+        lines = [first, *([f"the server ended: {why}"] if why is not None else [])]
+        return "\n".join([*lines, *([f"parallel3d: {record.error.message}"] if record.error is not None else [])])
+
+    def to_json(self) -> dict[str, Any]:
+        """What `--json` prints. tokens_per_sec: of all workers."""
+        record, steps, worker = self.record, self.record.steps, self._worker
+        return {
+            "status": record.status,
+            "error": record.error.message if record.error is not None else None,
+            "server_ended": worker.ended_because,
+            "worker_id": worker.worker_id,
+            "node_id": worker.node_id,
+            "joins": worker.num_joins,
+            "first_step": steps[0].step if steps else None,
+            "steps": len(steps),
+            "tokens_per_sec": record.tokens_per_second,
+            "final_loss": or_null(steps[-1].loss) if steps else None,
+            "losses": [or_null(step.loss) for step in steps],
+            "grad_norms": [or_null(step.grad_norm) for step in steps],
+            "learning_rates": [step.learning_rate for step in steps],
+            "step_seconds": [step.seconds for step in steps],
+        }

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from parallel3d.cli.early import modules_for, open_standard_fds
+from parallel3d import exit_codes
+from parallel3d.cli.process import modules_for, no_process_left, on_signals, open_standard_fds
 
 if TYPE_CHECKING:
     from runtime.launch.launch import OnMessage
     from runtime.launch.spec import LaunchResult, LaunchSpec, Started, WarmServer
 
-EXIT_USAGE = 2
 _SHADOW_CHECK = "parallel3d.shadows:refuse_shadows"
 
 
@@ -65,22 +65,16 @@ def launch(
         logs = prepare(spec)
     except LaunchError as error:
         print(f"parallel3d launch: {error}", file=sys.stderr)
-        raise typer.Exit(EXIT_USAGE) from None
+        raise typer.Exit(exit_codes.USAGE) from None
     raise typer.Exit(_run(spec, logs, metrics_port, context.obj))
 
 
 def _run(spec: LaunchSpec, logs: tuple[int, ...], metrics_port: int | None, warm: WarmServer | None) -> int:
-    from runtime.launch import processes
     from runtime.launch.spec import start
 
-    # A shell that has `exec`ed us leaves us its children; they are not ours to end.
-    strangers = set(processes.descendants(os.getpid())) - ({warm.server.process.pid} if warm else set())
-    processes.become_subreaper()  # should the fork server be killed, its orphans come to us
-    try:
-        with _serve_metrics(metrics_port, spec.num_ranks) as on_message:
-            result = _finish(start(spec, logs, warm), on_message)
-    finally:
-        processes.end_descendants(spare=strangers)
+    early = [warm.server.process.pid] if warm is not None else []
+    with no_process_left(early), _serve_metrics(metrics_port, spec.num_ranks) as on_message:
+        result = _finish(start(spec, logs, warm), on_message)
     with suppress(OSError):
         sys.stderr.write(result.report)
         sys.stderr.flush()
@@ -89,7 +83,7 @@ def _run(spec: LaunchSpec, logs: tuple[int, ...], metrics_port: int | None, warm
 
 @contextmanager
 def _serve_metrics(port: int | None, num_ranks: int) -> Iterator[OnMessage | None]:
-    """Gives what takes the ranks' reports, while `/metrics` shows them."""
+    """Serve `/metrics` meanwhile; gives the function that takes the ranks' messages."""
     if port is None:
         yield None
         return
@@ -105,8 +99,8 @@ def _serve_metrics(port: int | None, num_ranks: int) -> Iterator[OnMessage | Non
     except OSError as error:
         said = os.strerror(error.errno) if error.errno else str(error)
         print(f"parallel3d launch: --metrics-port {port}: {said}", file=sys.stderr)
-        raise typer.Exit(EXIT_USAGE) from None
-    # Scripts make their own meshes, so nothing but the number of ranks is known of them.
+        raise typer.Exit(exit_codes.USAGE) from None
+    # Only the number of ranks is known, because scripts make their own meshes.
     facts = RunFacts(world_size=num_ranks, version=__version__, started=time.time())
     station, _ = open_station(facts, endpoint)
     try:
@@ -117,28 +111,21 @@ def _serve_metrics(port: int | None, num_ranks: int) -> Iterator[OnMessage | Non
 
 
 def _finish(started: Started, on_message: OnMessage | None) -> LaunchResult:
-    import asyncio  # only now: these overlap with the fork server's own imports
-
-    from runtime.launch.launch import Launch, ignore_message
+    from runtime.launch.launch import Launch, ignore_message  # only now: while the fork server imports too
     from runtime.loop import run_on_uvloop
 
     running = Launch(started, on_message or ignore_message)
-
-    told = False
+    has_printed = False
 
     def interrupt(number: signal.Signals) -> None:
-        nonlocal told
-        if not told and sys.stderr.isatty():
+        nonlocal has_printed
+        if not has_printed and sys.stderr.isatty():
             print("parallel3d: the ranks have been told to stop; Ctrl-C again kills them.", file=sys.stderr)
-        told = True
+        has_printed = True
         running.interrupt(number)
 
     async def watch() -> LaunchResult:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue  # nohup
-            loop.add_signal_handler(number, interrupt, number)
+        on_signals(interrupt)
         return await running.finish()
 
     return run_on_uvloop(watch())

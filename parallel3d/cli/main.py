@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import signal
 import sys
+from typing import TYPE_CHECKING
 
-from parallel3d.cli.early import head_start
+from parallel3d import exit_codes
+from parallel3d.cli.process import head_start
 from runtime.errors import ConfigError, Parallel3DError
-from runtime.launch.spec import WarmServer
 
-EXIT_ERROR, EXIT_BAD_CONFIG, EXIT_INTERRUPTED = 1, 3, 130
+if TYPE_CHECKING:
+    import typer
+
 VERBS = (
     "run",
     "launch",
@@ -28,26 +33,37 @@ VERBS = (
 
 
 def main() -> None:
-    """Run one verb. Data on stdout, everything else on stderr."""
+    """Run one verb. Data goes to stdout, everything else to stderr."""
     warm = None
     try:
         warm = head_start(sys.argv[1:])
-        _run_verb(warm)
+        asked = sys.argv[1:2]
+        make_app((asked[0],) if asked and asked[0] in VERBS else VERBS)(obj=warm)
     except ConfigError as error:
         print(error, file=sys.stderr)
-        sys.exit(EXIT_BAD_CONFIG)
+        sys.exit(exit_codes.BAD_CONFIG)
     except Parallel3DError as error:
         print(f"parallel3d: {error}", file=sys.stderr)
-        sys.exit(EXIT_ERROR)
+        sys.exit(exit_codes.ERROR)
     except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
+        sys.exit(exit_codes.of_signal(signal.SIGINT))
     finally:
         if warm is not None:
             warm.discard()
 
 
-def _run_verb(warm: WarmServer | None) -> None:
-    from parallel3d.cli.app import make_app
+def make_app(verbs: tuple[str, ...]) -> typer.Typer:
+    """The command with these verbs. Imports only them, because some take long to import."""
+    import typer  # not before the head start
 
-    asked = sys.argv[1:2]
-    make_app((asked[0],) if asked and asked[0] in VERBS else VERBS)(obj=warm)
+    app = typer.Typer(
+        name="parallel3d",
+        help="3D-parallel training on torch, explained while it runs.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(lambda: None)  # otherwise typer drops the name of a single verb
+    for verb in verbs:
+        importlib.import_module(f"parallel3d.cli.{verb.replace('-', '_')}").register(app)
+    return app

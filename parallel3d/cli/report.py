@@ -1,4 +1,4 @@
-"""`parallel3d report`: what a run came to, from its folder: in words, as an HTML page, or as JSON. No torch."""
+"""`parallel3d report`: a report on a run, from its folder: as text, as an HTML page, or as JSON. No torch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def report(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """Tell what a run came to: its efficiency by axis, where the time went, memory, bottlenecks with their remedies.
+    """Report on a run: its efficiency by axis, where the time went, memory, bottlenecks with their remedies.
 
-    A run that was killed, or still goes on, is told of as far as its folder goes.
+    Of a run that was killed, or is still running, the report has what its folder has.
     """
     if html is not None and as_json:
         raise typer.BadParameter("it is either a page or JSON.", param_hint="--html and --json")

@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from parallel3d.cli.early import open_standard_fds
-from parallel3d.cli.validate import EXIT_BAD_CONFIG, parse_settings
+from parallel3d import exit_codes
+from parallel3d.cli.process import no_process_left, on_signals, open_standard_fds
+from parallel3d.cli.validate import errors_as_json, parse_settings
 from parallel3d.config import RunConfig, load_config, locate
-from parallel3d.config.errors import ConfigProblems
 from runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from monitoring.http.endpoint import Endpoint
+    from parallel3d.cli.run_text import LiveLine
     from parallel3d.planning.preflight import Locate
-    from parallel3d.runs.record import ModelFacts, RunStep
+    from parallel3d.runs.lifecycle import RunLifecycle
+    from parallel3d.runs.record import RunStep
     from parallel3d.runs.supervised import Run
-    from runtime.launch.spec import WarmServer
+    from runtime.environment import RankEnvironment
 
 
 def register(app: typer.Typer) -> None:
@@ -53,105 +54,128 @@ def run(
     if run_dir is not None:
         overrides["runtime.run_dir"] = json.dumps(str(run_dir))  # as YAML would quote it
     place = "--run-dir" if run_dir is not None else str(file)
-    try:
+    with errors_as_json(as_json):
         raise typer.Exit(_run(file, overrides, place, as_json))
-    except ConfigError as error:
-        if not as_json or not isinstance(error, ConfigProblems):
-            raise
-        print(json.dumps({"errors": [problem.to_json() for problem in error.problems]}, indent=2))
-        raise typer.Exit(EXIT_BAD_CONFIG) from None
 
 
 def _run(file: Path, overrides: Mapping[str, str], place: str, as_json: bool) -> int:
     from runtime.environment import is_rank
 
     if is_rank(os.environ):
-        from parallel3d.cli.run_as_rank import run_as_rank
-
-        return run_as_rank(file, overrides, place, as_json)
+        return _run_rank(file, overrides, place, as_json)
     return _supervise(load_config(file, overrides=overrides), partial(locate, file, overrides), place, as_json)
 
 
+def _announce(lifecycle: RunLifecycle) -> None:
+    from parallel3d.runs.endpoint import page_to_show
+
+    print(f"run {lifecycle.run_id}: {lifecycle.folder.path}/", file=sys.stderr, flush=True)
+    if (page := page_to_show(lifecycle.endpoints, lifecycle.config)) is not None:
+        print(f"page: {page}", file=sys.stderr, flush=True)
+
+
+# With a supervisor.
+
+
 def _supervise(config: RunConfig, locate: Locate, place: str, as_json: bool) -> int:
-    from parallel3d.planning.preflight import check_before_start
-    from parallel3d.runs.endpoint import open_endpoint
-    from parallel3d.runs.folder import check_run_dir
-    from parallel3d.runs.supervised import warm_up_for
-    from runtime.launch import processes
-
-    check_run_dir(config, place)
-    endpoint = open_endpoint(config, locate)  # before anything is started: its port may be taken
-    strangers = set(processes.descendants(os.getpid()))  # a shell that has `exec`ed us leaves us its children
-    processes.become_subreaper()  # should the fork server be killed, its orphans come to us
-    try:
-        warm = warm_up_for(config)  # imports torch while this process does
-        try:
-            with redirect_stdout(sys.stderr):  # what a factory of the user's prints is not our data
-                facts = check_before_start(config, locate)
-            return _train(config, place, facts, warm, endpoint, as_json)
-        finally:
-            warm.discard()
-            if endpoint is not None:
-                endpoint.close()
-    finally:
-        processes.end_descendants(spare=strangers)
-
-
-def _train(
-    config: RunConfig, place: str, facts: ModelFacts, warm: WarmServer, endpoint: Endpoint | None, as_json: bool
-) -> int:
-    import shutil
-
-    from parallel3d.cli.run_text import LiveLine
+    from parallel3d.cli.run_text import LiveLine, print_summary
     from parallel3d.runs.supervised import Run
     from runtime.loop import run_on_uvloop
 
-    live = LiveLine(sys.stderr, os.environ, shutil.get_terminal_size().columns)
+    live = LiveLine.on_stderr()
 
     def show(step: RunStep) -> None:
         live.show(training.record, step, training.bubble)
 
-    training = Run(config, place=place, facts=facts, warm=warm, on_step=show, open_endpoint=lambda: endpoint)
-    run_on_uvloop(_watch(training))
-    live.close()
-    _say_the_end(training, as_json)
-    return training.exit_code
+    training = Run(config, locate=locate, place=place, on_step=show)
+    with no_process_left(), training.prepared():
+        run_on_uvloop(_watch(training))
+        live.close()
+        _print_failure(training)
+        print_summary(training.record, training.folder, training.metrics(), as_json)
+        return training.exit_code
 
 
 async def _watch(training: Run) -> None:
-    import asyncio
-
-    from parallel3d.runs.endpoint import page_to_show
     from runtime.errors import RunFailed
-
-    loop = asyncio.get_running_loop()
 
     def interrupt(number: signal.Signals) -> None:
         if sys.stderr.isatty():
             print("\nparallel3d: stopping after this step; Ctrl-C again ends it at once.", file=sys.stderr)
         training.interrupt(number)
 
-    try:
+    with suppress(RunFailed):  # printed after the live line
         async with training:
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                    continue  # nohup
-                loop.add_signal_handler(number, interrupt, number)
-            print(f"run {training.run_id}: {training.folder}/", file=sys.stderr, flush=True)
-            if (page := page_to_show(training.endpoints, training.config)) is not None:
-                print(f"page: {page}", file=sys.stderr, flush=True)
+            on_signals(interrupt)
+            _announce(training.lifecycle)
             await training.summary()
-    except RunFailed:
-        pass  # told below, with all that is known
 
 
-def _say_the_end(training: Run, as_json: bool) -> None:
-    from parallel3d.cli.run_text import say_summary
-
+def _print_failure(training: Run) -> None:
     record, result = training.record, training.result
     with suppress(OSError):
         if result is not None and result.report:
             sys.stderr.write(result.report)
         elif record.error is not None:
             print(f"parallel3d: {record.error.message}", file=sys.stderr)
-    say_summary(record, training.folder, training.metrics(), as_json)
+
+
+# As a rank that torchrun, SLURM or `parallel3d launch` has started.
+
+
+def _run_rank(file: Path, overrides: Mapping[str, str], place: str, as_json: bool) -> int:
+    from runtime.environment import read_environment
+
+    environment = read_environment()
+    try:
+        lifecycle, live = _prepare_rank(file, overrides, place, environment)
+    except ConfigError:
+        if environment.local_rank == 0:  # on each host, whose files may differ
+            raise
+        return exit_codes.BAD_CONFIG
+
+    import traceback
+
+    from parallel3d.cli.run_text import print_summary
+    from parallel3d.runs.torchrun_rank import RankReporter
+    from parallel3d.training.coordinator import Coordinator
+    from runtime.loop import run
+
+    reporter = RankReporter(environment.rank, lifecycle)
+    try:
+        with redirect_stdout(sys.stderr):
+            run(lambda: reporter.work(Coordinator.from_config))
+    except Exception:
+        traceback.print_exc()
+    finally:
+        live.close()
+        if environment.rank == 0:
+            print_summary(lifecycle.record, lifecycle.folder.path, lifecycle.metrics(), as_json)
+    return lifecycle.exit_code
+
+
+def _prepare_rank(
+    file: Path, overrides: Mapping[str, str], place: str, environment: RankEnvironment
+) -> tuple[RunLifecycle, LiveLine]:
+    """Only rank 0's lifecycle gets an endpoint and a folder."""
+    from parallel3d.cli.run_text import LiveLine
+    from parallel3d.planning.preflight import check_before_start
+    from parallel3d.runs.lifecycle import RunLifecycle
+
+    live = LiveLine.on_stderr()
+
+    def show(step: RunStep) -> None:
+        live.show(lifecycle.record, step, lifecycle.bubble)
+
+    find = partial(locate, file, overrides)
+    config = load_config(file, overrides=overrides, world_size=environment.world_size)
+    lifecycle = RunLifecycle(config, place=place, on_step=show)
+    if environment.rank == 0:  # other ranks may find what rank 0 has written by now
+        lifecycle.check_folder()
+    with redirect_stdout(sys.stderr):  # stdout is for data, not for what the user's factories print
+        lifecycle.record.facts = check_before_start(config, find, environment.local_world_size)
+    if environment.rank == 0:
+        lifecycle.open_endpoint(find)
+        lifecycle.create_folder()
+        _announce(lifecycle)
+    return lifecycle, live

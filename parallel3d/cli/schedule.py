@@ -7,25 +7,26 @@ import shutil
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from parallel3d import exit_codes
 from parallel3d.cli.costs import BackwardOption, CostOptions, ForwardOption, TransferOption, WeightBackwardOption
 from runtime.errors import InvalidCall
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from parallel3d.pipeline.schedules.table import Table
+    from parallel3d.pipeline.simulation.comparison import Entry
     from parallel3d.pipeline.simulation.outcome import Simulation
     from parallel3d.reports.drawing import Lane
 
-EXIT_ERROR, EXIT_USAGE = 1, 2
 WIDTH_OF_NO_TERMINAL = 100
 _OPTIONS = {"ranks": "--pp", "microbatches": "--microbatches", "stages": "--virtual-stages"}
-_MOST_CELLS = 1_000_000
-"""Stages x microbatches. Nobody looks at more, and it would take all memory."""
+_MAX_CELLS = 1_000_000  # stages x microbatches: more would take all memory, and nobody reads it
+_COLUMNS = ("schedule", "virtual stages", "makespan", "x 1f1b", "bubble", "peak activations")
 
 
 class Actions(StrEnum):
@@ -75,44 +76,26 @@ def schedule(
 
     costs = CostOptions(forward, backward, weight_backward, transfer)
     files = {"--svg": svg, "--png": png, "--html": html}
+    sizes = {"--pp": pp, "--microbatches": microbatches, "--virtual-stages": virtual_stages}
+    others = {"--schedule": schedule, "--actions all": actions is Actions.ALL or None, "--csv": csv}
     try:
         if measured is not None:
-            given: dict[str, object] = {
-                "--schedule": schedule,
-                "--pp": pp,
-                "--microbatches": microbatches,
-                "--virtual-stages": virtual_stages,
-                "--compare": compare or None,
-                "--actions all": actions is Actions.ALL or None,
-                "--csv": csv,
-            }
-            for option, value in given.items():
-                if value is not None:
-                    raise InvalidCall(f"--measured has a schedule of its own. Leave out {option} or --measured.")
+            excluded = {"--schedule": schedule, **sizes, "--compare": compare or None, **others}
+            _refuse("--measured has a schedule of its own.", "--measured", excluded)
             if changed := costs.changed():
                 raise InvalidCall(f"--measured has times of its own. Leave out {changed} or --measured.")
             _show_measured(measured, files, as_json)
             return
         if compare:
-            others: dict[str, object] = {
-                "--schedule": schedule,
-                "--actions all": actions is Actions.ALL or None,
-                "--csv": csv,
-                **files,
-            }
-            for option, value in others.items():
-                if value is not None:
-                    raise InvalidCall(f"--compare shows all schedules as a table. Leave out {option} or --compare.")
+            _refuse("--compare shows all schedules as a table.", "--compare", {**others, **files})
             _show_comparison(pp, microbatches, virtual_stages, costs, as_json)
             return
-        for option, path in (*files.items(), ("--csv", csv)):
-            if path is not None:
-                _check_file(option, path)
+        _check_files({**files, "--csv": csv})
         table = table_of(schedule or "1f1b", pp, microbatches, virtual_stages)
         result = simulate(table, costs.of_stages(table.stages))
     except InvalidCall as error:
         print(f"parallel3d schedule: {error}", file=sys.stderr)
-        raise typer.Exit(EXIT_USAGE) from None
+        raise typer.Exit(exit_codes.USAGE) from None
     _write_pictures(result, files)
     shown = table.with_communication() if actions is Actions.ALL else table
     if csv is not None:
@@ -123,8 +106,15 @@ def schedule(
         _show_text(shown, result, listed=actions is Actions.ALL)
 
 
+def _refuse(reason: str, option: str, excluded: Mapping[str, object]) -> None:
+    """Raises InvalidCall for the first of the options that `option` excludes."""
+    for name, value in excluded.items():
+        if value is not None:
+            raise InvalidCall(f"{reason} Leave out {name} or {option}.")
+
+
 def table_of(schedule: str, pp: int | None, microbatches: int | None, virtual_stages: int | None) -> Table:
-    """Build's, with errors that name options; refuses what is far too large to look at."""
+    """The table that these options describe. Raises InvalidCall, which names the option at fault."""
     from parallel3d.pipeline.schedules.build import OtherSize, build
     from parallel3d.pipeline.schedules.limits import is_csv
 
@@ -140,8 +130,8 @@ def table_of(schedule: str, pp: int | None, microbatches: int | None, virtual_st
 
 def check_size(pp: int, virtual_stages: int | None, microbatches: int) -> None:
     cells = pp * (virtual_stages or 1) * microbatches
-    if cells > _MOST_CELLS:
-        raise InvalidCall(f"{cells} = stages x microbatches, which is more than {_MOST_CELLS}. Use fewer.")
+    if cells > _MAX_CELLS:
+        raise InvalidCall(f"{cells} = stages x microbatches, which is more than {_MAX_CELLS}. Use fewer.")
 
 
 def _given(pp: int | None, microbatches: int | None) -> tuple[int, int]:
@@ -152,8 +142,14 @@ def _given(pp: int | None, microbatches: int | None) -> tuple[int, int]:
     return pp, microbatches
 
 
+def _check_files(files: Mapping[str, Path | None]) -> None:
+    """Raises InvalidCall for a file that can't be written in the end; leaves nothing there."""
+    for option, path in files.items():
+        if path is not None:
+            _check_file(option, path)
+
+
 def _check_file(option: str, path: Path) -> None:
-    """Refuses what could not be written in the end; leaves nothing there."""
     if option == "--png":
         from parallel3d.reports.drawing.png import can_draw_png
 
@@ -171,19 +167,17 @@ def _check_file(option: str, path: Path) -> None:
 
 
 def _show_measured(path: Path, files: dict[str, Path | None], as_json: bool) -> None:
-    from parallel3d.json_lines import dump
+    from parallel3d.formatting import json_lines
     from parallel3d.pipeline.simulation.measured import compare
     from parallel3d.reports.drawing.lanes import lanes_of_measured
     from parallel3d.reports.run_reader import load_measured_step
 
-    for option, file in files.items():
-        if file is not None:
-            _check_file(option, file)
+    _check_files(files)
     step = load_measured_step(path)
     drawn = step.in_milliseconds()
     _write_pictures(compare(drawn).planned, files, lanes_of_measured(drawn))
     compared = compare(step)
-    print(dump(compared.to_json()) if as_json else compared)
+    print(json_lines(compared.to_json()) if as_json else compared)
 
 
 def _write_pictures(result: Simulation, files: dict[str, Path | None], measured: Sequence[Lane] | None = None) -> None:
@@ -207,7 +201,7 @@ def _write_pictures(result: Simulation, files: dict[str, Path | None], measured:
                 path.write_text(text, encoding="utf-8")
         except OSError as error:
             print(f"parallel3d schedule: {option} {path}: {error.strerror}", file=sys.stderr)
-            raise typer.Exit(EXIT_ERROR) from None
+            raise typer.Exit(exit_codes.ERROR) from None
 
 
 def _write_table(table: Table, path: Path) -> None:
@@ -217,11 +211,11 @@ def _write_table(table: Table, path: Path) -> None:
         write_csv(table, path)
     except OSError as error:
         print(f"parallel3d schedule: --csv {path}: {error.strerror}", file=sys.stderr)
-        raise typer.Exit(EXIT_ERROR) from None
+        raise typer.Exit(exit_codes.ERROR) from None
 
 
 def _show_json(shown: Table, result: Simulation) -> None:
-    from parallel3d.json_lines import dump
+    from parallel3d.formatting import json_lines
 
     document = {
         "schedule": shown.schedule,
@@ -231,7 +225,7 @@ def _show_json(shown: Table, result: Simulation) -> None:
         "bubble_ratio": result.bubble_ratio,
         "peak_activations": list(result.peak_activations),
     }
-    print(dump(document))
+    print(json_lines(document))
 
 
 def _show_text(shown: Table, result: Simulation, listed: bool) -> None:
@@ -248,14 +242,72 @@ def _show_text(shown: Table, result: Simulation, listed: bool) -> None:
 def _show_comparison(
     pp: int | None, microbatches: int | None, virtual_stages: int | None, costs: CostOptions, as_json: bool
 ) -> None:
-    from parallel3d.cli.comparison import as_document, as_text
-    from parallel3d.json_lines import dump
     from parallel3d.pipeline.simulation.comparison import compare
 
     ranks, count = _given(pp, microbatches)
     check_size(ranks, max(virtual_stages or 0, 2), count)
     entries = compare(ranks, count, virtual_stages, costs.of_a_rank())
-    print(dump(as_document(ranks, count, entries)) if as_json else as_text(ranks, count, entries))
+    show = _comparison_json if as_json else _comparison_text
+    print(show(ranks, count, entries))
+
+
+def _comparison_text(ranks: int, microbatches: int, entries: Sequence[Entry]) -> str:
+    """One line per schedule."""
+    from parallel3d.reports.drawing.words import count
+
+    rows = [_COLUMNS, *(_entry_row(entry) for entry in entries)]
+    widths = [max(len(row[place]) for row in rows if place < len(row)) for place in range(len(_COLUMNS))]
+    widths[2:] = [
+        max(len(row[place]) for row in rows if len(row) == len(_COLUMNS)) for place in range(2, len(_COLUMNS))
+    ]
+    lines = [
+        f"{count(ranks, 'rank')}, {count(microbatches, 'microbatch')}, the same work for a rank in each schedule",
+        "",
+    ]
+    for name, stages, *rest in rows:
+        cells = [f"{name:<{widths[0]}}", f"{stages:>{widths[1]}}"]
+        if len(rest) > 1:
+            cells += (f"{text:>{width}}" for text, width in zip(rest, widths[2:], strict=True))
+        else:
+            cells += rest
+        lines.append("  ".join(cells))
+    return "\n".join((*lines, "", "peak activations: of the rank that keeps the most, in microbatches of a whole rank"))
+
+
+def _entry_row(entry: Entry) -> tuple[str, ...]:
+    from parallel3d.pipeline.simulation.comparison import Outcome
+    from parallel3d.reports.drawing.words import number, percent
+
+    result = entry.result
+    start = (entry.schedule, str(entry.virtual_stages))
+    if not isinstance(result, Outcome):
+        return (*start, f"not possible: {result.reason}")
+    return (
+        *start,
+        number(result.makespan),
+        f"{result.relative_makespan:.3f}",
+        percent(result.bubble_ratio),
+        number(result.peak_activations),
+    )
+
+
+def _comparison_json(ranks: int, microbatches: int, entries: Sequence[Entry]) -> str:
+    """An entry has figures, or `not_possible` with the nearest possible sizes."""
+    from parallel3d.formatting import json_lines
+
+    schedules = [_entry_values(entry, ranks) for entry in entries]
+    return json_lines({"pp": ranks, "microbatches": microbatches, "schedules": schedules})
+
+
+def _entry_values(entry: Entry, ranks: int) -> dict[str, Any]:
+    from parallel3d.pipeline.simulation.comparison import Outcome
+
+    start = {"schedule": entry.schedule, "virtual_stages": entry.virtual_stages}
+    if isinstance(entry.result, Outcome):
+        return {**start, **entry.result._asdict()}
+    reason, microbatches, virtual_stages = entry.result
+    nearest = {"pp": ranks, "microbatches": microbatches, "virtual_stages": virtual_stages}
+    return {**start, "not_possible": reason, "nearest": nearest}
 
 
 def register(app: typer.Typer) -> None:

@@ -1,4 +1,4 @@
-"""`parallel3d schema`: what the YAML file may hold, for editors and for readers."""
+"""`parallel3d schema`: the keys of the YAML file, for editors and for readers."""
 
 from __future__ import annotations
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import signal
 import sys
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from parallel3d.cli.early import open_standard_fds
+from parallel3d import exit_codes
+from parallel3d.cli.process import on_signals, open_standard_fds
 
 if TYPE_CHECKING:
     import ssl
@@ -18,11 +20,8 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from monitoring.http.service import Service
-    from parallel3d.cli.line import Line
     from runtime.gradient_server.server import GradientServer, ServerSummary, StepRecord
     from runtime.gradient_server.settings import GradientServerSettings
-
-EXIT_FAILED = 4
 
 
 class Protocol(StrEnum):
@@ -141,6 +140,7 @@ def _tls(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
 
 
 def _serve(settings: GradientServerSettings, metrics_port: int | None, as_json: bool) -> int:
+    from parallel3d.formatting import json_lines
     from runtime.errors import LaunchError, Parallel3DError
     from runtime.loop import run_on_uvloop
 
@@ -151,24 +151,23 @@ def _serve(settings: GradientServerSettings, metrics_port: int | None, as_json: 
     except Parallel3DError as error:
         print(f"parallel3d serve-gradients: {error}", file=sys.stderr)
         if as_json:
-            _print_json({"status": "failed", "error": str(error)})
-        return EXIT_FAILED
+            print(json_lines({"status": "failed", "error": str(error)}))
+        return exit_codes.FAILED
     status = "completed" if number is None else "interrupted"
     if as_json:
-        _print_json({"status": status, **_fields(summary)})
+        print(json_lines({"status": status, **asdict(summary)}))
     print(f"{status}: {summary.reason}; {summary.steps} steps", file=sys.stderr if as_json else sys.stdout)
-    return 0 if number is None else 128 + number
+    return exit_codes.OK if number is None else exit_codes.of_signal(number)
 
 
 async def _answer(
     settings: GradientServerSettings, metrics_port: int | None
 ) -> tuple[ServerSummary, signal.Signals | None]:
-    import asyncio
-
+    from parallel3d.cli.run_text import Line
     from runtime.gradient_server.server import GradientServer
 
     got: list[signal.Signals] = []
-    line = _line()
+    line = Line.on_stderr()
 
     def interrupt(number: signal.Signals) -> None:
         got.append(number)
@@ -177,13 +176,9 @@ async def _answer(
         else:
             server.hang_up()
 
-    server = GradientServer(settings, on_step=lambda record: line.tell(_pairs(record, settings.steps)))
-    loop = asyncio.get_running_loop()
+    server = GradientServer(settings, on_step=lambda record: line.update(_pairs(record, settings.steps)))
     async with server:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue  # nohup
-            loop.add_signal_handler(number, interrupt, number)
+        on_signals(interrupt)
         print(f"gradient server: {server.address}", file=sys.stderr, flush=True)
         metrics = _serve_metrics(server, metrics_port)
         try:
@@ -216,17 +211,8 @@ def _serve_metrics(server: GradientServer, port: int | None) -> Service | None:
     return Service("parallel3d-metrics", endpoint, make_app)
 
 
-def _line() -> Line:
-    import os
-    import shutil
-
-    from parallel3d.cli.line import Line
-
-    return Line(sys.stderr, os.environ, shutil.get_terminal_size().columns)
-
-
 def _pairs(record: StepRecord, steps: int | None) -> list[tuple[str, str]]:
-    """What the line says of a step."""
+    """Names and values of a step for the live line."""
     made = record.step + 1
     return [
         ("step", str(made) if steps is None else f"{made:>{len(str(steps))}}/{steps}"),
@@ -234,15 +220,3 @@ def _pairs(record: StepRecord, steps: int | None) -> list[tuple[str, str]]:
         ("workers", str(len(record.shares))),
         ("reduced in", f"{1e3 * record.seconds:.1f} ms"),
     ]
-
-
-def _fields(summary: ServerSummary) -> dict[str, object]:
-    from dataclasses import asdict
-
-    return asdict(summary)
-
-
-def _print_json(document: dict[str, object]) -> None:
-    from parallel3d.json_lines import dump
-
-    print(dump(document))

@@ -1,8 +1,7 @@
-"""`parallel3d shards`: what of a run's model is on which stage and which rank."""
+"""`parallel3d shards`: which part of a run's model each stage and rank has."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -10,16 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parallel3d.cli.validate import EXIT_BAD_CONFIG, parse_settings
+from parallel3d.cli.validate import errors_as_json, parse_settings
 from parallel3d.config import RunConfig, load_config, locate
-from parallel3d.config.errors import ConfigProblems
 
 if TYPE_CHECKING:
     from parallel3d.planning.blueprint import Blueprint
     from parallel3d.tensor.shards import Shard
 
 _BYTES = {"float32": 4, "float64": 8, "bfloat16": 4}
-"""Of a weight; bfloat16 is for activations."""
+"""Of a weight; with bfloat16, weights are still float32."""
 _MIB = 1 << 20
 
 
@@ -38,23 +36,18 @@ def shards(
     """
     from parallel3d.planning.preflight import draw_before_start
 
-    try:
-        overrides = parse_settings(settings or [])
+    overrides = parse_settings(settings or [])
+    with errors_as_json(as_json):
         config = load_config(file, overrides=overrides)
         blueprint = draw_before_start(config, partial(locate, file, overrides))
-    except ConfigProblems as error:
-        if not as_json:
-            raise
-        print(json.dumps({"errors": [problem.to_json() for problem in error.problems]}, indent=2))
-        raise typer.Exit(EXIT_BAD_CONFIG) from None
     print(_as_json(config, blueprint) if as_json else _as_text(file, config, blueprint))
 
 
 def _as_json(config: RunConfig, blueprint: Blueprint) -> str:
-    from parallel3d.json_lines import dump
+    from parallel3d.formatting import json_lines
 
     cut = blueprint.shards
-    return dump(
+    return json_lines(
         {
             "model": config.model.factory,
             "tp": config.parallel.tp,
@@ -91,7 +84,7 @@ def _num_parameters(blueprint: Blueprint) -> int:
 
 
 def _ranks(blueprint: Blueprint) -> list[dict[str, Any]]:
-    """Of one replica."""
+    """The ranks of one replica."""
     found = []
     for pp in range(blueprint.table.num_ranks):
         stages = blueprint.table.stages_of_rank(pp)
@@ -150,7 +143,7 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
-    """Columns next to each other; those in `right` are numbers."""
+    """Aligned columns; those in `right` are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

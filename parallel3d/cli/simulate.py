@@ -1,4 +1,4 @@
-"""`parallel3d simulate`: the pipeline of a run, proved free of deadlock and carried out on paper. No torch."""
+"""`parallel3d simulate`: checks a run's pipeline for deadlock and simulates its times. No torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from parallel3d import exit_codes
 from parallel3d.cli.costs import BackwardOption, CostOptions, ForwardOption, TransferOption, WeightBackwardOption
 from parallel3d.cli.schedule import check_size
-from parallel3d.cli.validate import parse_settings
+from parallel3d.cli.validate import errors_as_json, parse_settings
 from parallel3d.config import RunConfig, load_config, locate
-from parallel3d.config.errors import ConfigProblems, Problem, problem_of_key, show
+from parallel3d.config.errors import Problem, problem_of_key, show
 from parallel3d.planning.preflight import Locate, placing
 from runtime.errors import InvalidCall
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from parallel3d.pipeline.simulation.deadlock import Deadlock
     from parallel3d.pipeline.simulation.outcome import Simulation
 
-EXIT_USAGE, EXIT_BAD_CONFIG = 2, 3
 _SCHEDULE = "pipeline.schedule"
 
 
@@ -51,15 +51,10 @@ def simulate(
 
     overrides = parse_settings(settings or [])
     find = partial(locate, file, overrides)
-    try:
+    with errors_as_json(as_json):
         config = load_config(file, overrides=overrides)
         with placing(find):
             table = _table(config, partial(_is_in, file, find))
-    except ConfigProblems as error:
-        if not as_json:
-            raise
-        print(json.dumps({"errors": [problem.to_json() for problem in error.problems]}, indent=2))
-        raise typer.Exit(EXIT_BAD_CONFIG) from None
     # The plain table first: its drawing has only what the user wrote.
     deadlock = find_deadlock(table) or find_deadlock(table.with_communication())
     if deadlock is not None:
@@ -68,7 +63,7 @@ def simulate(
         costs = CostOptions(forward, backward, weight_backward, transfer).of_stages(table.stages)
     except InvalidCall as error:
         print(f"parallel3d simulate: {error}", file=sys.stderr)
-        raise typer.Exit(EXIT_USAGE) from None
+        raise typer.Exit(exit_codes.USAGE) from None
     result = run(table, costs)
     print(_as_json(result) if as_json else _as_text(file, result))
 
@@ -82,7 +77,7 @@ def _table(config: RunConfig, is_in_file: Callable[[str], bool]) -> Table:
     try:
         check_size(pp, None if is_csv(pipeline.schedule) else pipeline.virtual_stages, pipeline.microbatches)
     except InvalidCall as error:
-        key = min(sizes, key=is_in_file)  # what was set just now, over a file that was right before
+        key = min(sizes, key=is_in_file)  # an override rather than the file
         raise problem_of_key(key, sizes[key], str(error)) from error
     try:
         return configured_table(config)
@@ -91,7 +86,7 @@ def _table(config: RunConfig, is_in_file: Callable[[str], bool]) -> Table:
 
 
 def _is_in(file: Path, find: Locate, key: str) -> bool:
-    """Whether the file has the value, or nobody."""
+    """Whether the value is not from an override or the environment."""
     return find(key).source == str(file)
 
 
@@ -101,7 +96,7 @@ def _refuse(find: Locate, config: RunConfig, deadlock: Deadlock, as_json: bool) 
         print(json.dumps({"errors": [{**problem.to_json(), "deadlock": _cycle(deadlock)}]}, indent=2))
     else:
         print(problem, file=sys.stderr)
-    raise typer.Exit(EXIT_BAD_CONFIG)
+    raise typer.Exit(exit_codes.BAD_CONFIG)
 
 
 def _cycle(deadlock: Deadlock) -> list[dict[str, Any]]:
@@ -112,10 +107,10 @@ def _cycle(deadlock: Deadlock) -> list[dict[str, Any]]:
 
 
 def _as_json(result: Simulation) -> str:
-    from parallel3d.json_lines import dump
+    from parallel3d.formatting import json_lines
 
     table = result.table
-    return dump(
+    return json_lines(
         {
             "schedule": table.schedule,
             "stages": table.stages,

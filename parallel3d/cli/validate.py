@@ -1,18 +1,19 @@
-"""`parallel3d validate`: says whether a run's configuration is right, before anything starts. No torch."""
+"""`parallel3d validate`: checks a run's configuration, before anything starts. No torch."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from parallel3d import exit_codes
 from parallel3d.config import RunConfig, load_config
 from parallel3d.config.errors import ConfigProblems
 from parallel3d.config.sections import GptModel, LlamaModel
-
-EXIT_BAD_CONFIG = 3
 
 
 def validate(
@@ -31,19 +32,25 @@ def validate(
     What it names is not imported or opened: `parallel3d shards` also builds the model, and `parallel3d run` looks at
     model, loss and data before it starts a rank.
     """
-    overrides = parse_settings(settings or [])
+    with errors_as_json(as_json):
+        config = load_config(file, overrides=parse_settings(settings or []), world_size=world)
+    print(json.dumps(config.model_dump(mode="json"), indent=2) if as_json else f"{file} is valid.\n{summary(config)}")
+
+
+@contextmanager
+def errors_as_json(as_json: bool) -> Iterator[None]:
+    """Print problems of the configuration as JSON and exit, if asked for; else they pass."""
     try:
-        config = load_config(file, overrides=overrides, world_size=world)
+        yield
     except ConfigProblems as error:
         if not as_json:
             raise
         print(json.dumps({"errors": [problem.to_json() for problem in error.problems]}, indent=2))
-        raise typer.Exit(EXIT_BAD_CONFIG) from None
-    print(json.dumps(config.model_dump(mode="json"), indent=2) if as_json else f"{file} is valid.\n{summary(config)}")
+        raise typer.Exit(exit_codes.BAD_CONFIG) from None
 
 
 def parse_settings(settings: list[str]) -> dict[str, str]:
-    """`["a.b=c"]` as `{"a.b": "c"}`; of a key given twice the last counts."""
+    """`["a.b=c"]` as `{"a.b": "c"}`; the last value of a key counts."""
     parsed = {}
     for setting in settings:
         key, equals, value = setting.partition("=")

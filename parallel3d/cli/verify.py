@@ -1,4 +1,4 @@
-"""`parallel3d verify`: holds a parallel run's metrics.json against that of one rank. No torch."""
+"""`parallel3d verify`: compares a parallel run's metrics.json with that of one rank. No torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from parallel3d import exit_codes
 from runtime.errors import InvalidCall
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
     from monitoring.verify import Judgement, Metrics
 
-EXIT_USAGE, EXIT_REJECTED = 2, 5
 _METRICS = "metrics.json"
 
 
@@ -50,7 +50,7 @@ def verify(
         thresholds = Thresholds(scaling_floor, loss_tolerance, peak_gbps)
     except ValueError as error:
         print(f"parallel3d verify: {error}", file=sys.stderr)
-        raise typer.Exit(EXIT_USAGE) from None
+        raise typer.Exit(exit_codes.USAGE) from None
     one, many = read_metrics(baseline), read_metrics(candidate)
     judgements, doubts = judge(one, many, world_size, thresholds), notes(one, many, world_size)
     for doubt in doubts:
@@ -71,11 +71,11 @@ def verify(
         print(json.dumps(document, indent=2))
     else:
         print(as_text(judgements))
-    raise typer.Exit(0 if accepted else EXIT_REJECTED)
+    raise typer.Exit(exit_codes.OK if accepted else exit_codes.REJECTED)
 
 
 def read_metrics(path: Path) -> Metrics:
-    """What the file says. Raises InvalidCall, which says what is wrong with it."""
+    """Read the file. Raises InvalidCall, which says what is wrong with it."""
     from monitoring.verify import Metrics
 
     file = path / _METRICS if path.is_dir() else path
@@ -92,7 +92,7 @@ def read_metrics(path: Path) -> Metrics:
 
 
 def as_text(judgements: Sequence[Judgement]) -> str:
-    """A line a gate, and what follows from all."""
+    """One line per gate, and the result of all."""
     gates, outcomes = (
         max(len(text) for text in texts)
         for texts in ([each.gate for each in judgements], [each.outcome for each in judgements])

@@ -1,4 +1,4 @@
-"""`parallel3d view`: a run's page in the browser, from its folder; of a run that goes on, where its own page is."""
+"""`parallel3d view`: serves a run's page from its folder; for a running one, prints the address of its own page."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from parallel3d import exit_codes
 from runtime.errors import InvalidCall
 
 if TYPE_CHECKING:
     from monitoring.http.endpoint import Endpoint
     from parallel3d.reports.folder_view import FolderView
     from parallel3d.reports.run_reader import FinishedRun
-
-EXIT_ERROR = 1
 
 
 def register(app: typer.Typer) -> None:
@@ -41,16 +40,16 @@ def view(
 
     try:
         if (address := _live_page(read_run(folder))) is not None:
-            _tell(address, opens)
+            _print_address(address, opens)
             return
         raise typer.Exit(_serve(folder, port, opens))
     except InvalidCall as error:
         print(f"parallel3d view: {error}", file=sys.stderr)
-        raise typer.Exit(EXIT_ERROR) from None
+        raise typer.Exit(exit_codes.ERROR) from None
 
 
 def _live_page(run: FinishedRun) -> str | None:
-    """Of a run that goes on, and has one."""
+    """The address of a running run's own page; None if there is none."""
     address = run.endpoints.get("page")
     is_address = isinstance(address, str) and address.startswith(("http://", "https://")) and address.isprintable()
     return address if is_address and run.status == "running" else None
@@ -71,7 +70,7 @@ def _serve(folder: Path, port: int | None, opens: bool) -> int:
 
 
 async def _answer(source: FolderView, endpoint: Endpoint, opens: bool) -> None:
-    """Until a signal comes: to end it is what Ctrl-C is for here, so it is no error."""
+    """Serve until a signal comes, which is no error: Ctrl-C is how this verb ends."""
     from aiohttp import web
 
     from monitoring.http.guard import Guard
@@ -87,7 +86,7 @@ async def _answer(source: FolderView, endpoint: Endpoint, opens: bool) -> None:
     runner = await serve(app, endpoint)
     watching = asyncio.create_task(source.watch())
     try:
-        _tell(endpoint.url("/", with_token=True), opens)
+        _print_address(endpoint.url("/", with_token=True), opens)
         await ended.wait()
     finally:
         watching.cancel()
@@ -97,7 +96,7 @@ async def _answer(source: FolderView, endpoint: Endpoint, opens: bool) -> None:
         await runner.cleanup()
 
 
-def _tell(address: str, opens: bool) -> None:
+def _print_address(address: str, opens: bool) -> None:
     print(address, flush=True)
     if opens:
         import webbrowser

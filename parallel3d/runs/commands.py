@@ -1,50 +1,78 @@
-"""What a run's owner wishes of all ranks, agreed by them for the same step: a stop, another learning rate, and that
-they gather what they have to tell."""
+"""Commands of a run's program to all ranks: stop, or use another learning rate. No torch."""
 
 from __future__ import annotations
 
-import math
+import asyncio
+from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
-
-from parallel3d.rank_mesh import Mesh
-from process_groups.work import Work
+from runtime.errors import InvalidCall
 
 
-class Wish(NamedTuple):
-    """All that is wished at a time; the newest counts."""
+class Command(NamedTuple):
+    """Everything that is commanded at a time; a newer one replaces it."""
 
     number: int = 0
-    """Of the wishes so far."""
+    """Counts commands; 0: none was given."""
     stops: bool = False
     learning_rate: float | None = None
     """None: as configured."""
-    room: int = 0
-    """Bytes for each rank in a gathering beside the next step; 0: there is none."""
+    report_bytes: int = 0
+    """Bytes per rank of the reports that ranks gather beside the next step (see rank_exchange.py); 0: none."""
 
 
-class Wishes:
-    """Rank 0 tells its wish when a step begins, and all ranks know it when it ends: the broadcast travels meanwhile."""
+class CommandSender:
+    """Sends each command to rank 0, and reports the first step that it applies to."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._group, self._told = mesh.world, Wish()
-        self._shared = mesh.world.empty(4, dtype=torch.float64)
-        self._under_way: Work | None = None
+    def __init__(self, send: Callable[..., object]) -> None:
+        """send: takes the fields of a `command` message. It may be lost while rank 0 starts, see `resend`."""
+        self._send, self._command = send, Command()
+        self._waiting: dict[int, asyncio.Future[int | None]] = {}
 
-    def tell(self, wish: Wish) -> None:
-        """When a step begins, on every rank; what others than rank 0 wish does not count."""
-        self._told = wish
-        if self._group.size > 1:
-            rate = math.nan if wish.learning_rate is None else wish.learning_rate
-            if self._group.rank == 0:
-                self._shared.copy_(torch.tensor([wish.number, wish.stops, rate, wish.room], dtype=torch.float64))
-            self._under_way = self._group.broadcast(self._shared, root=0)
+    @property
+    def stops(self) -> bool:
+        """Whether a stop was commanded."""
+        return self._command.stops
 
-    async def agreed(self) -> Wish:
-        """When the step has ended: what counts from the next one on, the same on every rank."""
-        if self._under_way is None:
-            return self._told
-        await self._under_way
-        number, stops, rate, room = self._shared.tolist()
-        return Wish(int(number), bool(stops), None if math.isnan(rate) else rate, int(room))
+    def stop(self) -> None:
+        """Let all ranks end after the step that they are in."""
+        self._change(self._command._replace(stops=True))
+
+    def set_learning_rate(self, rate: float | None) -> asyncio.Future[int | None]:
+        """Use this rate, or the configured one. Resolves to the first step with it, or None if the run ends before."""
+        self._change(self._command._replace(learning_rate=None if rate is None else float(rate)))
+        applied: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        self._waiting[self._command.number] = applied
+        return applied
+
+    def _change(self, command: Command) -> None:
+        self._command = command._replace(number=self._command.number + 1)
+        self.resend()
+
+    def resend(self) -> None:
+        """Send the newest command again, once rank 0 is ready."""
+        number, stops, rate, _ = self._command
+        self._send(number=number, stops=stops, learning_rate=rate)
+
+    def applied(self, number: int, first: int) -> bool:
+        """Ranks apply the command `number` from step `first` on. Returns whether it set a learning rate."""
+        done = [each for each in self._waiting if each <= number]
+        for each in done:
+            _resolve(self._waiting.pop(each), first)
+        return bool(done)
+
+    def close(self) -> None:
+        """The run has ended: no further command is applied."""
+        for waiting in self._waiting.values():
+            _resolve(waiting, None)
+
+
+def check_learning_rate(rate: float | None) -> None:
+    """Raises InvalidCall."""
+    if rate is not None and not (isinstance(rate, int | float) and 0 <= rate < 1e6):
+        raise InvalidCall(f"set_learning_rate: {rate!r}: give a number from 0 to below a million, or None.")
+
+
+def _resolve(future: asyncio.Future[int | None], value: int | None) -> None:
+    if not future.done():  # its waiter may have been cancelled
+        future.set_result(value)

@@ -1,4 +1,4 @@
-"""Where a run is served, as its configuration says: the endpoint, and what `endpoints.json` tells of it."""
+"""The HTTP endpoints of a run and of its ranks, as the configuration says, and the content of `endpoints.json`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,28 @@ import errno
 import os
 import ssl
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from monitoring.http.endpoint import Endpoint, read_bearer_token, tls_context
+from monitoring.http.service import Service
 from monitoring.http.tokens import UnusableToken
+from monitoring.prometheus.rank_metrics import RankFigures, RankMetrics
 from parallel3d.config import RunConfig
 from parallel3d.config.errors import ConfigProblems, problem_of_key
 from parallel3d.planning.preflight import Locate, nowhere
+from runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from parallel3d.training.coordinator import Coordinator
 
 
 def open_endpoint(config: RunConfig, locate: Locate = nowhere) -> Endpoint | None:
-    """The endpoint, which listens already; None where the run is not watched, or no port is free for it.
+    """An endpoint that listens already; None if monitoring is disabled, or if no port is free.
 
     Raises ConfigError, which names the key at fault.
     """
@@ -31,19 +40,19 @@ def open_endpoint(config: RunConfig, locate: Locate = nowhere) -> Endpoint | Non
 
 
 def _open(config: RunConfig) -> Endpoint | None:
-    watched = config.monitoring
-    token, tls = _token(watched.token_file), _tls(watched.tls_certificate, watched.tls_key)
+    keys = config.monitoring
+    token, tls = _token(keys.token_file), _tls(keys.tls_certificate, keys.tls_key)
     try:
-        return Endpoint.open(watched.host, watched.port, token, tls)
+        return Endpoint.open(keys.host, keys.port, token, tls)
     except OSError as error:
-        said = os.strerror(error.errno) if error.errno else str(error)  # its own text tells the address again
+        said = os.strerror(error.errno) if error.errno else str(error)  # its own text repeats the address
         if error.errno == errno.EADDRNOTAVAIL:
             remedy = "Give one of this host's, or 127.0.0.1."
-            raise problem_of_key("monitoring.host", watched.host, "this host has no such address.", remedy) from error
-        if watched.port is not None:
-            message = f"{watched.host} can't be listened on at this port: {said}."
+            raise problem_of_key("monitoring.host", keys.host, "this host has no such address.", remedy) from error
+        if keys.port is not None:
+            message = f"{keys.host} can't be listened on at this port: {said}."
             raise problem_of_key(
-                "monitoring.port", watched.port, message, "Give another, or null for a free one."
+                "monitoring.port", keys.port, message, "Give another, or null for a free one."
             ) from error
         print(f"parallel3d: the run has no /metrics and no page: {said}", file=sys.stderr)
         return None
@@ -93,9 +102,73 @@ def endpoints(run_id: str, endpoint: Endpoint | None, per_rank: bool = False) ->
 
 
 def page_to_show(known: Mapping[str, Any], config: RunConfig) -> str | None:
-    """The page's address for stderr, which often goes into files that others read: without a token that outlives the
-    run. None where there is no page."""
+    """The page's address for stderr; None where there is no page.
+
+    Without a token of `monitoring.token_file`, which outlives the run: stderr often goes into files that others read.
+    """
     page: str | None = known.get("page")
     if page is None or config.monitoring.token_file is None:
         return page
     return f"{page.partition('?')[0]} (with its token: in endpoints.json)"
+
+
+# Of a rank.
+
+
+class Sender(Protocol):
+    """The rank's reporter."""
+
+    def send(self, kind: str, **fields: object) -> None: ...
+
+
+@asynccontextmanager
+async def serving_rank(coordinator: Coordinator, reporter: Sender) -> AsyncIterator[None]:
+    """Serve this rank's own `/metrics` meanwhile, if `monitoring.per_rank` asks for it, and report where."""
+    endpoint = _open_for_rank(coordinator.config)
+    if endpoint is None:
+        yield
+        return
+    service = Service("parallel3d-rank-endpoint", endpoint, lambda: _app(endpoint, coordinator))
+    reporter.send("endpoint", target=endpoint.authority, scheme=endpoint.scheme)
+    try:
+        yield
+    finally:
+        await service.close()
+
+
+def _open_for_rank(config: RunConfig) -> Endpoint | None:
+    """With the run's token and TLS, on a free port. A problem of this host alone does not end the run."""
+    keys = config.monitoring
+    if not (keys.enabled and keys.per_rank):
+        return None
+    try:
+        return open_endpoint(config.model_copy(update={"monitoring": keys.model_copy(update={"port": None})}))
+    except ConfigError as error:
+        print(f"parallel3d: this rank has no /metrics: {error}", file=sys.stderr)
+        return None
+
+
+def _app(endpoint: Endpoint, coordinator: Coordinator) -> web.Application:
+    from monitoring.http.server import make_app
+
+    return make_app(endpoint, RankMetrics(lambda: figures(coordinator)))
+
+
+def figures(coordinator: Coordinator) -> RankFigures:
+    """The rank's figures; may be called in any thread, while a step changes them."""
+    performance, mesh, recorder = coordinator.performance(), coordinator.mesh, coordinator.recorder
+    return RankFigures(
+        num_steps=performance.num_steps,
+        parts=performance.total,
+        lag=mesh.loop_lag,
+        collectives=mesh.collectives.totals(),
+        memory=_memory(coordinator),
+        dropped=recorder.dropped if recorder is not None else 0,
+    )
+
+
+def _memory(coordinator: Coordinator) -> dict[str, int]:
+    try:
+        return coordinator.memory()
+    except RuntimeError:  # the first step is adding the optimizer's state meanwhile
+        return {}

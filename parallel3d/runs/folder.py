@@ -1,4 +1,4 @@
-"""The folder that a run writes: made before ranks start, appended to while they run, completed when they have ended."""
+"""The folder of a run: created before ranks start, appended to while they run, completed when they have ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from monitoring.checks import or_null
 from monitoring.events.trace import Span, chrome_trace, to_bytes
 from parallel3d.config.errors import ConfigProblems, Place, Problem, show
 from parallel3d.config.sections import RunConfig
-from parallel3d.json_lines import dump
+from parallel3d.formatting import json_lines
 from parallel3d.reports.html import to_page
 from parallel3d.reports.run_reader import read_run
 from parallel3d.runs.record import RunRecord
@@ -26,20 +26,20 @@ from runtime.threads import DaemonThreads
 
 RUNS = "runs"
 _MOST_WAITING = 20_000
-"""Lines that a slow disk has not taken yet: then log lines are left out, of which ranks may write any number."""
-_GATHER_SECONDS = 0.2  # lines that come meanwhile are written together: a thread that wakes up takes a rank's time
+"""Lines that a slow disk has not taken yet. With more, log lines are dropped, because ranks may write any number."""
+_GATHER_SECONDS = 0.2  # lines are written together: each wake-up of the thread costs a rank time
 _LETTERS = "abcdefghijkmnpqrstuvwxyz"  # without those that look like digits
 _random = random.SystemRandom()  # a seed that the user's program has set must not give the same id twice
 
 
 def new_run_id() -> str:
-    """The time in UTC, so that folders sort, and some letters, so that two runs of one second differ."""
+    """The UTC time, so that folders sort, and four letters, so that runs of the same second differ."""
     letters = "".join(_random.choices(_LETTERS, k=4))
     return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{letters}"
 
 
 def check_run_dir(config: RunConfig, place: str) -> None:
-    """Refuse a folder that has something in it, or that can't be one. `place` is where the user named it."""
+    """Raises ConfigError for a folder that is not empty or can't be read. place: where the user named it."""
     if config.runtime.run_dir is None:
         return
     path = Path(config.runtime.run_dir)
@@ -60,7 +60,7 @@ def _refuse(config: RunConfig, place: str, message: str, remedy: str) -> NoRetur
 
 
 class RunFolder:
-    """Writes in a thread of its own, in order, so that no event loop waits for a disk."""
+    """Writes the files in a thread of its own, in order, so that no event loop waits for a disk."""
 
     def __init__(self, path: Path, run_id: str) -> None:
         self.path, self.run_id = path, run_id
@@ -68,11 +68,11 @@ class RunFolder:
         self._error: OSError | None = None
         self._events: int | None = None
         self._lines: list[bytes] = []
-        """Of `events.jsonl`, that are not written yet."""
+        """Lines of `events.jsonl` that are not written yet."""
         self._lock = threading.Lock()
         self._is_ending = threading.Event()
         self.num_left_out = 0
-        """Log lines."""
+        """Dropped log lines."""
 
     @staticmethod
     def create(
@@ -81,7 +81,7 @@ class RunFolder:
         place: str = "runtime.run_dir",
         endpoints: Mapping[str, Any] | None = None,
     ) -> RunFolder:
-        """Make it, with what is known from the start. Raises ConfigError where it can't be made."""
+        """Create the folder with its configuration and endpoints. Raises ConfigError if it can't be written."""
         path = Path(config.runtime.run_dir or Path(RUNS, run_id))
         folder = RunFolder(path, run_id)
         try:
@@ -100,20 +100,20 @@ class RunFolder:
         return self.path / "config.yaml"
 
     def write_endpoints(self, endpoints: Mapping[str, Any]) -> None:
-        """Where the run can be watched. Nobody else may read it, for the token."""
+        """Write `endpoints.json`, readable only by this user because of the token."""
         self._write("endpoints.json", as_json(endpoints), mode=0o600)
 
     def _write(self, name: str, content: str | bytes, mode: int = 0o666) -> None:
-        """Whole or not at all: who reads meanwhile never finds half a file."""
+        """Atomically: readers never find half a file."""
         temporary = self.path / f".{name}.new"
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode), "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
         temporary.replace(self.path / name)
 
-    # While it runs.
+    # While ranks run.
 
     def event(self, kind: str, /, **fields: object) -> None:
-        """Append a line to `events.jsonl`, in a moment; never waits. From any thread."""
+        """Queue a line of `events.jsonl`; never waits. May be called in any thread."""
         line = _as_line({"time": round(time.time(), 6), "kind": kind} | fields | {"kind": kind})
         with self._lock:
             is_first = not self._lines
@@ -122,8 +122,8 @@ class RunFolder:
             self._thread.submit(self._append)
 
     def note(self, kind: str, payload: Any) -> None:
-        """What an observer has found, from any thread: `parts` of a step, log lines, and which ranks are slow and what
-        else costs time, as it comes and goes."""
+        """Write what the observer reports: `parts` of a step, log lines, and changes of stragglers and bottlenecks. May
+        be called in any thread."""
         match kind:
             case "log" if len(self._lines) >= _MOST_WAITING:
                 self.num_left_out += 1
@@ -144,13 +144,13 @@ class RunFolder:
         try:
             if self._events is not None:
                 _write_all(self._events, b"".join(lines))
-        except OSError as error:  # the disk is full: ranks shall not end for that, but who waits for the end is told
+        except OSError as error:  # a full disk does not end the ranks; `complete` raises it
             self._error = self._error or error
 
-    # When it has ended.
+    # When they have ended.
 
     async def complete(self, record: RunRecord, spans: Mapping[int, list[Span]] | None = None) -> None:
-        """Write what a run leaves. `spans`: of each rank; None: what ranks have left in this folder."""
+        """Write metrics, trace and report. spans: each rank's; None: ranks left them in this folder."""
         self._is_ending.set()
         ending = self._thread.submit(self._complete, record, spans)
         self._thread.stop()
@@ -159,7 +159,7 @@ class RunFolder:
             raise self._error
 
     def _complete(self, record: RunRecord, spans: Mapping[int, list[Span]] | None) -> None:
-        self._append()  # a thread may have had no time yet to ask for it
+        self._append()  # a line may have come too late for its own call
         if self._events is not None:
             os.close(self._events)
             self._events = None
@@ -176,7 +176,7 @@ class RunFolder:
 
 
 def _write_all(file: int, data: bytes) -> None:
-    """On a disk that is nearly full the system may take a part, and complain only of the rest."""
+    """os.write may take only a part when the disk is nearly full."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(file, rest) :]
@@ -201,12 +201,12 @@ def _without_nan(value: Any) -> Any:
 
 
 def _elsewhere(config: RunConfig) -> RunConfig:
-    """The same run in a folder of its own: this one is not empty any more, and would be refused."""
+    """The configuration without `run_dir`, so that it can be run again: this folder is not empty any more."""
     return config.model_copy(update={"runtime": config.runtime.model_copy(update={"run_dir": None})})
 
 
 def write_span_file(folder: Path, rank: int, spans: Iterable[Span]) -> None:
-    """A rank's last steps, for whoever completes the folder; a trace is not worth an error."""
+    """Leave a rank's last steps for the supervisor. A trace is not worth an error."""
     with suppress(OSError):
         text = json.dumps([span.to_wire() for span in spans], default=repr)
         temporary = folder / f".spans-{rank}.new"
@@ -215,7 +215,7 @@ def write_span_file(folder: Path, rank: int, spans: Iterable[Span]) -> None:
 
 
 def take_span_files(folder: Path, num_ranks: int) -> dict[int, list[Span]]:
-    """What ranks have left, which is gone then; a rank that was killed has left nothing, or half a file."""
+    """Read and remove what ranks have left; a killed rank has left nothing, or half a file."""
     found = {}
     for rank in range(num_ranks):
         with suppress(OSError, ValueError):
@@ -231,5 +231,5 @@ def _span_file(folder: Path, rank: int) -> Path:
 
 
 def as_json(document: Mapping[str, Any]) -> str:
-    """As files of the folder have it, and as `--json` prints it."""
-    return dump(document) + "\n"
+    """The text of a JSON file of the folder."""
+    return json_lines(document) + "\n"

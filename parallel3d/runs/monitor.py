@@ -1,4 +1,4 @@
-"""A run's station as its owner has it: fed with what ranks tell, asked once they have ended, then closed."""
+"""The monitor of one run: takes the ranks' messages while they run, and gives the record what it found at the end."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import asyncio
 import gc
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from monitoring.analysis.facts import RunFacts
 from monitoring.assemble import open_station
-from monitoring.events.trace import Span
 from monitoring.http.endpoint import Endpoint
 from monitoring.http.service import complain
 from parallel3d import __version__
 from parallel3d.config import RunConfig
 from parallel3d.planning.what_if import PipelinePlanner
-from parallel3d.runs.endpoint import endpoints
 from parallel3d.runs.folder import RunFolder
 from parallel3d.runs.record import ModelFacts, RunRecord, Status
 from parallel3d.runs.run_log import RunLog
@@ -28,11 +26,11 @@ if TYPE_CHECKING:
     from monitoring.live.observer import Observer
 
 SETTLE_SECONDS = 10.0
-"""For what ranks have told last; what a busy host has not got through by then is left out of the folder."""
+"""For the ranks' last messages; what a busy host has not analysed by then is missing in the folder."""
 
 
-class RunWatch:
-    """Made once the folder is there; the endpoint is closed with it."""
+class RunMonitor:
+    """Observes the ranks and serves the endpoint, in a thread of its own; what it finds goes into the folder."""
 
     def __init__(self, record: RunRecord, folder: RunFolder, endpoint: Endpoint | None) -> None:
         facts = run_facts(record.config, record.facts, folder.run_id)
@@ -43,13 +41,13 @@ class RunWatch:
         self._observer.on_change.append(log.note)
         self._station.on_status.append(log.note_status)
         self._station.set_status(record.status)
-        self._record, self._folder = record, folder
+        self._record = record
         self._has_frozen = False
 
     def take(self, rank: int, message: Mapping[str, Any]) -> None:
-        """A rank's message; never waits."""
+        """Pass on a rank's message; never waits."""
         if message.get("kind") == "ready" and rank == 0 and not self._has_frozen:
-            # Else looking through all that lives, again and again, would take as long as watching itself.
+            # Otherwise the garbage collector, walking all objects again and again, would cost as much as monitoring.
             gc.collect()
             gc.freeze()
             self._has_frozen = True
@@ -57,18 +55,18 @@ class RunWatch:
 
     @property
     def bubble(self) -> float | None:
-        """Of the latest step of which it is known."""
+        """Mean over ranks, of the latest analysed step; None before the first."""
         return self._observer.bubble
 
     async def settle(self) -> None:
-        """The record then has all that was observed, and the page how the run ended."""
+        """Analyse the remaining messages, put the summary into the record, and show the run's status on the page."""
         record = self._record
         self._station.set_status(record.status, record.error.message if record.error is not None else "")
         try:
             record.observed = await asyncio.wait_for(self._station.settle(self._conclude), SETTLE_SECONDS)
         except TimeoutError:
             pass
-        except Exception:  # a bug of ours, or a rule's: the folder has all the rest
+        except Exception:  # a bug of the monitor must not cost the rest of the folder
             complain()
 
     def _conclude(self) -> dict[str, Any]:
@@ -76,7 +74,7 @@ class RunWatch:
         return self._observer.summary()
 
     async def linger(self, hurry: asyncio.Event) -> None:
-        """Where somebody scrapes a run that has failed, until that is told: counters of it rise only now."""
+        """Wait until a failed run is scraped once more, because its counters rise only now; or until `hurry`."""
         seconds = self._record.config.monitoring.linger_seconds
         if self._record.status not in (Status.FAILED, Status.HUNG) or not seconds:
             return
@@ -86,83 +84,27 @@ class RunWatch:
             each.cancel()
 
     async def _scraped(self) -> None:
-        """Once more, where it was before."""
+        """The next scrape, if there was one before."""
         scrape = await self._station.settle(self._station.scrapes.next)
         if scrape is not None:
             await asyncio.wrap_future(scrape)
 
     async def close(self) -> None:
-        """Once the folder is complete."""
+        """Stop the thread, and answer no more requests."""
         if self._has_frozen:
             gc.unfreeze()
         await self._station.close()
-        # Its port may soon be somebody else's, who shall not be sent the token.
-        await asyncio.to_thread(self._folder.write_endpoints, endpoints(self._folder.run_id, None))
-
-
-class Watch(Protocol):
-    """Who looks on."""
-
-    @property
-    def bubble(self) -> float | None:
-        """Of the latest step of which it is known."""
-
-    def take(self, rank: int, message: Mapping[str, Any]) -> object:
-        """Never waits."""
-
-    async def settle(self) -> None:
-        """No message comes any more; the record then has what was found."""
-
-    async def linger(self, hurry: asyncio.Event) -> None:
-        """The folder is complete; somebody may yet want to hear of it. Once `hurry` is set, no more."""
-
-    async def close(self) -> None:
-        """Nobody does."""
-
-
-async def complete(
-    folder: RunFolder, record: RunRecord, watch: Watch | None, spans: Mapping[int, list[Span]] | None = None
-) -> None:
-    """The folder, with all that was observed, and then nobody is answered any more. Who is cancelled here waits for it
-    all the same: half a folder would be all that is left of a run."""
-    hurry = asyncio.Event()
-    ending = asyncio.create_task(_complete(folder, record, watch, spans, hurry))
-    try:
-        await asyncio.shield(ending)
-    except asyncio.CancelledError:
-        hurry.set()
-        if not ending.done():
-            await asyncio.wait([ending])  # cancelled again, it is left to itself
-        raise
-
-
-async def _complete(
-    folder: RunFolder,
-    record: RunRecord,
-    watch: Watch | None,
-    spans: Mapping[int, list[Span]] | None,
-    hurry: asyncio.Event,
-) -> None:
-    try:
-        if watch is not None:
-            await watch.settle()
-        await folder.complete(record, spans)
-        if watch is not None:
-            await watch.linger(hurry)
-    finally:
-        if watch is not None:
-            await watch.close()
 
 
 def _page(station: Station, observer: Observer) -> list[web.RouteDef]:
-    """Called in the station's thread, which imports what a page takes."""
+    """Called in the monitor's thread, so that importing the page does not delay the run."""
     from parallel3d.reports.live_page import page_of
 
     return page_of(station, observer)
 
 
 def run_facts(config: RunConfig, model: ModelFacts, run_id: str) -> RunFacts:
-    """What is known before the first rank starts."""
+    """What the monitor knows before the first rank starts."""
     layers = config.pipeline.layers_per_stage
     return RunFacts(
         run_id=run_id,

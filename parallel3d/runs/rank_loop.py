@@ -1,4 +1,4 @@
-"""A rank's part of a run: makes the steps, tells what they were, and does what the run's owner wishes between them."""
+"""A rank's part of a run: makes the steps, reports them, and applies commands between them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from monitoring.events.event_spans import spans_of
+from monitoring.events.events import unpack
+from monitoring.events.recorder import Recorder
+from monitoring.events.trace import Span
 from parallel3d.config import RunConfig, load_config
 from parallel3d.rank_mesh import Mesh
-from parallel3d.runs.clock_offsets import clock_offset
-from parallel3d.runs.commands import Wish, Wishes
+from parallel3d.runs.commands import Command
+from parallel3d.runs.endpoint import serving_rank
 from parallel3d.runs.event_sender import EventSender
 from parallel3d.runs.folder import write_span_file
-from parallel3d.runs.gathering import Gathering
-from parallel3d.runs.last_steps import LastSteps
-from parallel3d.runs.rank_endpoint import serving_rank
+from parallel3d.runs.rank_exchange import CommandBroadcast, ReportGathering, clock_offset
 from runtime.control import RankControl, rank_control
 from runtime.cores import num_cores
 from runtime.errors import InvalidCall, NonFiniteGradient
@@ -32,41 +34,42 @@ if TYPE_CHECKING:
     from parallel3d.training.performance import TrainStep
 
 MakeCoordinator = Callable[[RunConfig], AbstractAsyncContextManager["Coordinator"]]
-_MEMORY_SECONDS = 5.0  # between looks: the kernel walks all pages for one
+_MEMORY_SECONDS = 5.0  # between measurements: the kernel walks all pages for one
 _FLUSH_SECONDS = 5.0
-_MOST_UNSENT = 100_000  # messages
+_MAX_UNSENT = 100_000  # messages
+TRACE_STEPS = 3  # without a configuration
 
 
-class Owner(Protocol):
-    """Whoever the rank works for."""
+class Reporter(Protocol):
+    """Where a rank sends its messages, and has its commands from."""
 
     @property
-    def wish(self) -> Wish:
-        """What is wished now; only rank 0's counts."""
+    def command(self) -> Command:
+        """The newest command; only rank 0's counts."""
 
     @property
     def is_behind(self) -> bool:
-        """Whether what it was told before still waits to be sent."""
+        """Whether earlier messages still wait to be sent."""
 
     def send(self, kind: str, **fields: object) -> None:
-        """Tell it something; never waits."""
+        """Queue a message; never waits."""
 
 
-class SupervisorOwner:
-    """The process that started the ranks, at the other end of the control channel."""
+class SupervisorReporter:
+    """Reports to the process that started the ranks, over the control channel."""
 
     def __init__(self, control: RankControl) -> None:
-        self.wish = Wish()
+        self.command = Command()
         self._control = control
-        self._unsent: deque[tuple[str, dict[str, object]]] = deque(maxlen=_MOST_UNSENT)
+        self._unsent: deque[tuple[str, dict[str, object]]] = deque(maxlen=_MAX_UNSENT)
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(control.fd, self._hear)
+        self._loop.add_reader(control.fd, self._receive)
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         for message in self._control.messages():
             match message:
-                case {"kind": "wish", "number": int(number), "stops": bool(stops), "learning_rate": rate}:
-                    self.wish = Wish(number, stops, None if rate is None else float(rate))
+                case {"kind": "command", "number": int(number), "stops": bool(stops), "learning_rate": rate}:
+                    self.command = Command(number, stops, None if rate is None else float(rate))
         if not self._control.is_open:
             self._loop.remove_reader(self._control.fd)
 
@@ -76,7 +79,7 @@ class SupervisorOwner:
         return bool(self._unsent)
 
     def send(self, kind: str, **fields: object) -> None:
-        """What finds no room, because the supervisor is busy, is sent with the next."""
+        """What a busy supervisor does not take now is sent with the next message."""
         self._unsent.append((kind, fields))
         self._push()
 
@@ -85,7 +88,7 @@ class SupervisorOwner:
             self._unsent.popleft()
 
     async def close(self) -> None:
-        """Send what is left, within some seconds."""
+        """Send what is left, for at most 5 seconds."""
         self._loop.remove_reader(self._control.fd)
         deadline = time.monotonic() + _FLUSH_SECONDS
         while self._unsent and time.monotonic() < deadline:
@@ -93,30 +96,56 @@ class SupervisorOwner:
             self._push()
 
 
-async def train(coordinator: Coordinator, owner: Owner, last: LastSteps, gathering: Gathering | None = None) -> None:
-    """All steps, or as many as the owner wishes. gathering: where ranks have to bring together what they tell."""
+class LastSteps:
+    """The last steps of a rank as spans of a trace, from the events that its recorder still has."""
+
+    def __init__(self, mesh: Mesh, recorder: Recorder | None) -> None:
+        """recorder: None gives no spans."""
+        self._mesh, self._recorder = mesh, recorder
+        num_steps = TRACE_STEPS if mesh.config is None else mesh.config.monitoring.trace_steps
+        self._facts: deque[tuple[int, dict[str, Any]]] = deque(maxlen=num_steps)
+
+    def add(self, step: TrainStep) -> None:
+        """A step that has just ended."""
+        facts = {"loss": step.loss, "tokens": step.tokens, "learning_rate": step.learning_rate}
+        self._facts.append((step.step, facts))
+
+    def spans(self, offset: float = 0.0) -> Iterator[Span]:
+        """Of the last steps, with `offset` added to this rank's times."""
+        if self._recorder is None or not self._facts:
+            return
+        facts = dict(self._facts)
+        dp, tp, _ = self._mesh.coords
+        events = (event for event in unpack(self._recorder.latest()) if event.step >= min(facts))
+        yield from spans_of(events, f"{dp}.{tp}", facts, offset)
+
+
+async def train(
+    coordinator: Coordinator, reporter: Reporter, last: LastSteps, gathering: ReportGathering | None = None
+) -> None:
+    """Make all steps, or until a command stops them. gathering: for ranks without a supervisor."""
     mesh = coordinator.mesh
-    steps = Steps(coordinator, owner, last, gathering)
-    owner.send("clock", offset=await clock_offset(mesh))
-    owner.send("ready", **facts_of(coordinator))
-    with sending_events(coordinator, owner):
-        # Left early, it shall stop loading now and not when the garbage collector comes by.
-        async with serving_rank(coordinator, owner), aclosing(coordinator.batches()) as batches:
+    steps = Steps(coordinator, reporter, last, gathering)
+    reporter.send("clock", offset=await clock_offset(mesh))
+    reporter.send("ready", **facts_of(coordinator))
+    with sending_events(coordinator, reporter):
+        # aclosing: after an early end, loading stops now and not at the next garbage collection.
+        async with serving_rank(coordinator, reporter), aclosing(coordinator.batches()) as batches:
             async for batch in batches:
                 await steps.make(batch)
-                if steps.wish.stops:
+                if steps.command.stops:
                     break
     await steps.finish()
 
 
 @contextmanager
-def sending_events(coordinator: Coordinator, owner: Owner) -> Iterator[None]:
-    """Also the last ones, however it ends."""
+def sending_events(coordinator: Coordinator, reporter: Reporter) -> Iterator[None]:
+    """Send the recorder's events meanwhile, and what is left of them at the end."""
     mesh, recorder = coordinator.mesh, coordinator.recorder
     if recorder is None:
         yield
         return
-    sender = EventSender(recorder, owner, lambda: mesh.is_computing, coordinator.queue)
+    sender = EventSender(recorder, reporter, lambda: mesh.is_computing, coordinator.queue)
     sender.start()
     try:
         yield
@@ -125,6 +154,7 @@ def sending_events(coordinator: Coordinator, owner: Owner) -> Iterator[None]:
 
 
 def facts_of(coordinator: Coordinator) -> dict[str, object]:
+    """The fields of a rank's `ready` message."""
     mesh = coordinator.mesh
     return {
         "device": _device_name(mesh),
@@ -135,46 +165,46 @@ def facts_of(coordinator: Coordinator) -> dict[str, object]:
 
 
 class Steps:
-    """Makes each step, and tells the owner of it."""
+    """Makes the steps of one rank, and reports each."""
 
     def __init__(
-        self, coordinator: Coordinator, owner: Owner, last: LastSteps, gathering: Gathering | None = None
+        self, coordinator: Coordinator, reporter: Reporter, last: LastSteps, gathering: ReportGathering | None = None
     ) -> None:
-        self._coordinator, self._mesh, self._owner, self._last = coordinator, coordinator.mesh, owner, last
-        self._gathering, self._wishes = gathering, Wishes(coordinator.mesh)
+        self._coordinator, self._mesh, self._reporter, self._last = coordinator, coordinator.mesh, reporter, last
+        self._gathering, self._broadcast = gathering, CommandBroadcast(coordinator.mesh)
         self._num_made = 0
-        self._looked = float("-inf")
-        self._looking: asyncio.Task[None] | None = None
-        self.wish = Wish()
+        self._memory_at = float("-inf")
+        self._measuring: asyncio.Task[None] | None = None
+        self.command = Command()
+        """The one that all ranks apply now."""
 
     async def make(self, batch: Any) -> None:
-        """The next step, with what goes on beside it."""
-        wish, gathering = self._owner.wish, self._gathering
+        """Make the next step, and exchange commands and reports beside it."""
+        command, gathering = self._reporter.command, self._gathering
         if gathering is not None:
-            gathering.begin(self.wish.room)  # first, or one that begins now would be wished for again
-            wish = wish._replace(room=gathering.wished_room)
-        self._wishes.tell(wish)
+            gathering.begin(self.command.report_bytes)  # before due_bytes, which is 0 while a gathering is under way
+            command = command._replace(report_bytes=gathering.due_bytes)
+        self._broadcast.begin(command)
         step = await self._train(batch)
-        agreed = await self._wishes.agreed()
+        received = await self._broadcast.end()
         if gathering is not None:
             await gathering.end()
-        self.made(step)
-        self.follow(agreed, step.step + 1)
+        self._report(step)
+        self._apply(received, step.step + 1)
 
     async def _train(self, batch: Any) -> TrainStep:
         try:
             return await self._coordinator.train_step(batch)
         except NonFiniteGradient:
-            if self._mesh.rank == 0:  # all ranks know
-                self._owner.send("nonfinite", step=self._num_made)
+            if self._mesh.rank == 0:  # all ranks raise the same
+                self._reporter.send("nonfinite", step=self._num_made)
             raise
 
-    def made(self, step: TrainStep) -> None:
-        """A step has ended just now."""
+    def _report(self, step: TrainStep) -> None:
         self._num_made += 1
         self._last.add(step)
-        if self._mesh.rank == 0:  # for all: what its own time went into, each rank tells by its events
-            self._owner.send(
+        if self._mesh.rank == 0:  # the same on all ranks; what a rank's time went into is in its events
+            self._reporter.send(
                 "step",
                 step=step.step,
                 loss=step.loss,
@@ -184,35 +214,35 @@ class Steps:
                 seconds=step.ended - step.began,
                 bandwidth=step.all_reduce_bandwidth,
             )
-        if step.ended - self._looked > _MEMORY_SECONDS:
-            self._looked = step.ended
-            self._looking = asyncio.create_task(self._note_memory())
+        if step.ended - self._memory_at > _MEMORY_SECONDS:
+            self._memory_at = step.ended
+            self._measuring = asyncio.create_task(self._report_memory())
 
-    def follow(self, wish: Wish, first: int) -> None:
-        """Do what all ranks have agreed on, from step `first` on."""
-        if wish.learning_rate != self.wish.learning_rate:
-            self._coordinator.learning_rate = wish.learning_rate
-        is_new, self.wish = wish.number != self.wish.number, wish
+    def _apply(self, command: Command, first: int) -> None:
+        """From step `first` on, which is the same on all ranks."""
+        if command.learning_rate != self.command.learning_rate:
+            self._coordinator.learning_rate = command.learning_rate
+        is_new, self.command = command.number != self.command.number, command
         if is_new and self._mesh.rank == 0:
-            self._owner.send("agreed", number=wish.number, step=first, learning_rate=wish.learning_rate)
+            self._reporter.send("applied", number=command.number, step=first, learning_rate=command.learning_rate)
 
-    async def _note_memory(self) -> None:
-        """In a thread, while the next step is under way: it takes some milliseconds."""
+    async def _report_memory(self) -> None:
+        """Measures in a thread, while the next step is under way: it takes some milliseconds."""
         found = await asyncio.to_thread(used_memory, self._mesh.world.device)
         if found is not None:
-            self._owner.send("memory", bytes=found, kinds=self._coordinator.memory())
+            self._reporter.send("memory", bytes=found, kinds=self._coordinator.memory())
 
     async def finish(self) -> None:
-        """After the last step."""
+        """After the last step: report what is left."""
         if self._gathering is not None:
             await self._gathering.close()
-        if self._looking is not None:
-            await self._looking
-        await self._note_memory()
+        if self._measuring is not None:
+            await self._measuring
+        await self._report_memory()
 
 
 def used_memory(device: torch.device) -> int | None:
-    """Bytes of this process, what ranks share divided between them; on a GPU the most that was allocated there."""
+    """Bytes of this process, with its part of what ranks share; on a GPU the peak that was allocated there."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     with suppress(OSError):
@@ -228,25 +258,25 @@ def _device_name(mesh: Mesh) -> str:
 
 
 async def train_for_supervisor(folder: Path, make: MakeCoordinator) -> None:
-    """One rank of a run that another process supervises and writes the folder of."""
+    """Run one rank of a run that another process supervises. folder: the run's, which has its configuration."""
     control = rank_control()
     if control is None:
         raise InvalidCall("a rank of a run is started by `parallel3d run`.")
-    config = load_config(folder / "config.yaml", environ={})  # the environment has had its say already
-    owner = SupervisorOwner(control)
+    config = load_config(folder / "config.yaml", environ={})  # it has the environment's overrides already
+    reporter = SupervisorReporter(control)
     try:
         async with make(config) as coordinator:
             last = LastSteps(coordinator.mesh, coordinator.recorder)
             try:
-                await train(coordinator, owner, last)
+                await train(coordinator, reporter, last)
             finally:
                 write_span_file(folder, coordinator.mesh.rank, last.spans())
     finally:
-        await owner.close()
+        await reporter.close()
 
 
 def main(make: MakeCoordinator | None = None) -> None:
-    """A rank that `parallel3d run` has started. The argument is the run's folder."""
+    """The program of a rank that a supervisor starts; its argument is the run's folder."""
     if make is None:
         from parallel3d.training.coordinator import Coordinator
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import parallel3d.planning.preflight
 import parallel3d.runs.supervised
 from parallel3d.cli.main import main
 from parallel3d.runs.record import ModelFacts
@@ -13,5 +12,5 @@ from runtime.launch.script import Target
 from tests.support.stand_in import SCRIPT
 
 parallel3d.runs.supervised._RANK = Target(SCRIPT)
-parallel3d.planning.preflight.check_before_start = lambda config, locate: ModelFacts(parameters=12)
+parallel3d.runs.supervised.check_before_start = lambda config, locate: ModelFacts(parameters=12)
 main()

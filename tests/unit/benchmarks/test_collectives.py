@@ -21,7 +21,7 @@ from parallel3d.benchmarks.collectives import Contestant
 from parallel3d.benchmarks.memory_rank import MemoryRank, cut
 from parallel3d.benchmarks.mpirun import Mpi, find_mpi
 from parallel3d.benchmarks.our_rank import OurRank
-from parallel3d.benchmarks.plan import DTYPES, Plan, _check_memory, human, make_plan, parse_size, parse_sizes
+from parallel3d.benchmarks.plan import DTYPES, Plan, _check_memory, make_plan
 from parallel3d.benchmarks.plot import picture
 from parallel3d.benchmarks.results import (
     MEMORY_LIMIT,
@@ -35,6 +35,7 @@ from parallel3d.benchmarks.results import (
 from parallel3d.benchmarks.table import _number, render
 from parallel3d.benchmarks.worker import Command, check_sum, fill, largest_sum, time_calls
 from parallel3d.benchmarks.worker_processes import Listener, WorkerProcesses
+from parallel3d.formatting import parse_size, parse_sizes, show_size
 from process_groups.arguments import STRATEGIES
 from process_groups.reduction import piece_bytes
 from runtime import cores
@@ -79,7 +80,7 @@ def test_a_list_of_sizes_keeps_its_order_and_counts_each_once():
     ],
 )
 def test_sizes_are_shown(size, text):
-    assert human(size) == text
+    assert show_size(size) == text
 
 
 def plan_of(ranks=("2",), sizes=None, strategies=None, dtype="float32", rounds=None, quick=False):

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from parallel3d.cli.run_text import LiveLine, say_summary, summary, time_table
+from parallel3d.cli.run_text import LiveLine, print_summary, summary, time_table
 from parallel3d.config import load_config
 from parallel3d.reports.drawing.words import show_bytes
 from parallel3d.runs.record import ModelFacts, RunError, RunRecord, Status
@@ -131,11 +131,11 @@ def test_the_end(record, capsys):
         "files: runs/id/ (report.html, metrics.json, events.jsonl, trace.json.gz, config.yaml)",
     ]
     metrics = record.metrics()
-    say_summary(record, "runs/id", metrics, as_json=True)
+    print_summary(record, "runs/id", metrics, as_json=True)
     out, err = capsys.readouterr()
     assert json.loads(out) == json.loads(json.dumps(metrics))
     assert err.startswith("completed")
-    say_summary(record, "runs/id", metrics, as_json=False)
+    print_summary(record, "runs/id", metrics, as_json=False)
     assert capsys.readouterr().out.startswith("completed")
 
 

@@ -10,7 +10,7 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from parallel3d.cli.app import make_app
+from parallel3d.cli.main import make_app
 from parallel3d.reports.folder_view import FolderView
 from parallel3d.reports.run_reader import load_run
 from tests.support.run_folders import write_run

@@ -1,4 +1,4 @@
-"""The end of a run that is watched: the folder is complete whatever comes between, and then nobody is answered."""
+"""The end of a monitored run: the folder is complete whatever comes between, and then no request is answered."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import gc
 import threading
 import urllib.request
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
 from monitoring.http.endpoint import Endpoint
 from parallel3d.config import load_config
-from parallel3d.runs.folder import RunFolder
-from parallel3d.runs.monitor import RunWatch, complete
-from parallel3d.runs.record import RunRecord, Status
+from parallel3d.runs.lifecycle import RunLifecycle
+from parallel3d.runs.record import Status
 from tests.support.processes import SECONDS
 
 
@@ -23,9 +23,8 @@ class Slow:
 
     bubble = None
 
-    def __init__(self, record: RunRecord) -> None:
+    def __init__(self) -> None:
         self.go_on, self.began, self.closed = asyncio.Event(), asyncio.Event(), False
-        self._record = record
 
     def take(self, rank, message):
         pass
@@ -42,16 +41,23 @@ class Slow:
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(tmp_path, monkeypatch) -> RunLifecycle:
+    """Has ended well."""
     monkeypatch.chdir(tmp_path)
-    config = load_config(None, environ={})
-    return RunFolder.create(config, "id"), RunRecord(config, status=Status.COMPLETED)
+    return lifecycle_of({}, Status.COMPLETED)
+
+
+def lifecycle_of(overrides: dict[str, Any], status: Status) -> RunLifecycle:
+    lifecycle = RunLifecycle(load_config(None, overrides=overrides, environ={}))
+    lifecycle.record.status = status
+    lifecycle.create_folder()
+    return lifecycle
 
 
 async def test_who_is_cancelled_meanwhile_waits_for_the_folder(run):
-    folder, record = run
-    watch = Slow(record)
-    ending = asyncio.create_task(complete(folder, record, watch))
+    folder, run._monitor = run.folder, Slow()
+    watch = run._monitor
+    ending = asyncio.create_task(run.finish())
     await watch.began.wait()
     ending.cancel()
     for _ in range(5):
@@ -66,8 +72,8 @@ async def test_who_is_cancelled_meanwhile_waits_for_the_folder(run):
 
 
 async def test_a_folder_that_cannot_be_written_is_told_and_nobody_is_answered(run, monkeypatch):
-    folder, record = run
-    watch = Slow(record)
+    folder, run._monitor = run.folder, Slow()
+    watch = run._monitor
     watch.go_on.set()
 
     def full(name, content, mode=0o666):
@@ -75,19 +81,19 @@ async def test_a_folder_that_cannot_be_written_is_told_and_nobody_is_answered(ru
 
     monkeypatch.setattr(folder, "_write", full)
     with pytest.raises(OSError, match="No space left"):
-        await complete(folder, record, watch)
+        await run.finish()
     assert watch.closed
 
 
 async def test_a_rule_that_fails_does_not_cost_the_folder(run, monkeypatch, capfd):
-    folder, record = run
-    watch = RunWatch(record, folder, None)
+    folder = run.folder
+    run.start_monitor()
 
     def fail(self):
         raise ZeroDivisionError("a bug of ours")
 
     monkeypatch.setattr("monitoring.live.observer.Observer.finish", fail)
-    await complete(folder, record, watch)
+    await run.finish()
     assert (folder.path / "metrics.json").exists()
     assert (folder.path / "report.html").exists()
     assert capfd.readouterr().err.count("ZeroDivisionError: a bug of ours") == 1
@@ -95,13 +101,13 @@ async def test_a_rule_that_fails_does_not_cost_the_folder(run, monkeypatch, capf
 
 
 async def test_what_lives_when_ranks_are_ready_is_looked_through_again_only_after_the_run(run):
-    folder, record = run
-    watch = RunWatch(record, folder, None)
+    run.start_monitor()
+    watch = run._monitor
     watch.take(1, {"kind": "ready"})
     assert gc.get_freeze_count() == 0
     watch.take(0, {"kind": "ready"})
     assert gc.get_freeze_count() > 0
-    await complete(folder, record, watch)
+    await run.finish()
     assert gc.get_freeze_count() == 0
 
 
@@ -114,20 +120,20 @@ async def scraped(endpoint: Endpoint) -> str:
 
 
 @pytest.fixture
-def watched(run, monkeypatch):
-    """A run that is under way, and at its end waits for long if it waits at all, and shows each scrape the latest."""
+def watched(tmp_path, monkeypatch) -> RunLifecycle:
+    """A run that is under way, waits long for a scrape if it waits at all, and renders every scrape anew."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("monitoring.http.server.RENDER_SECONDS", 0.0)
-    folder, record = run
-    record.config = load_config(None, overrides={"monitoring.linger_seconds": 600}, environ={})
-    record.status = Status.RUNNING
-    endpoint = Endpoint.open("127.0.0.1", None)
-    return folder, record, endpoint, RunWatch(record, folder, endpoint)
+    run = lifecycle_of({"monitoring.linger_seconds": 600}, Status.RUNNING)
+    run.open_endpoint()
+    run.start_monitor()
+    return run
 
 
 async def test_a_run_that_failed_is_scraped_once_more(watched):
-    folder, record, endpoint, watch = watched
+    run, endpoint, watch = watched, watched._endpoint, watched._monitor
     assert 'steps_total{outcome="failed"} 0.0' in await scraped(endpoint)
-    record.status = Status.FAILED
+    run.record.status = Status.FAILED
     lingering, linger = asyncio.Event(), watch.linger
 
     async def note(hurry: asyncio.Event) -> None:
@@ -135,24 +141,24 @@ async def test_a_run_that_failed_is_scraped_once_more(watched):
         await linger(hurry)
 
     watch.linger = note
-    ending = asyncio.create_task(complete(folder, record, watch))
+    ending = asyncio.create_task(run.finish())
     await lingering.wait()
-    assert (folder.path / "report.html").exists(), "nobody waits for the folder"
+    assert (run.folder.path / "report.html").exists(), "nobody waits for the folder"
     while not ending.done():
         with suppress(OSError):  # it has closed meanwhile
             last = await scraped(endpoint)
     assert 'steps_total{outcome="failed"} 1.0' in last
 
 
-@pytest.mark.parametrize("why", ["nobody scrapes it", "it ended well", "its owner is cancelled"])
+@pytest.mark.parametrize("why", ["nobody scrapes it", "it ended well", "its caller is cancelled"])
 async def test_a_run_that_waits_for_no_scrape(watched, why):
-    folder, record, endpoint, watch = watched
+    run, endpoint = watched, watched._endpoint
     if why != "nobody scrapes it":
         await scraped(endpoint)
-    record.status = Status.COMPLETED if why == "it ended well" else Status.FAILED
-    ending = asyncio.create_task(complete(folder, record, watch))
-    if why == "its owner is cancelled":
+    run.record.status = Status.COMPLETED if why == "it ended well" else Status.FAILED
+    ending = asyncio.create_task(run.finish())
+    if why == "its caller is cancelled":
         await asyncio.sleep(0)
         ending.cancel()
     assert await asyncio.wait_for(asyncio.wait([ending]), SECONDS)
-    assert ending.cancelled() == (why == "its owner is cancelled")
+    assert ending.cancelled() == (why == "its caller is cancelled")

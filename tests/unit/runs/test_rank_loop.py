@@ -1,4 +1,4 @@
-"""A rank's part of a run, with ranks as tasks of one loop: what it tells, and that all ranks agree when to stop."""
+"""A rank's part of a run, with ranks as tasks of one loop: what it reports, and that all ranks stop after one step."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ import parallel3d
 from monitoring.events.events import Axis, Event, What, unpack
 from monitoring.events.recorder import Recorder
 from parallel3d.config import load_config
-from parallel3d.runs import gathering
-from parallel3d.runs.commands import Wish, Wishes
+from parallel3d.runs import rank_exchange
+from parallel3d.runs.commands import Command
 from parallel3d.runs.event_sender import EventSender
-from parallel3d.runs.folder import RunFolder
-from parallel3d.runs.last_steps import KEPT, LastSteps
-from parallel3d.runs.monitor import RunWatch
-from parallel3d.runs.rank_loop import SupervisorOwner, train, used_memory
+from parallel3d.runs.lifecycle import RunLifecycle
+from parallel3d.runs.rank_exchange import CommandBroadcast, gather_json
+from parallel3d.runs.rank_loop import TRACE_STEPS, LastSteps, SupervisorReporter, train, used_memory
 from parallel3d.runs.record import ModelFacts, RunRecord, Status
-from parallel3d.runs.torchrun_rank import RankOwner, gather_json
+from parallel3d.runs.torchrun_rank import RankReporter
 from parallel3d.training.performance import TrainStep
 from runtime.control import LauncherControl, RankControl
 from runtime.cores import num_cores
@@ -38,15 +37,15 @@ def config_of(steps: int = 4, **overrides: Any):
 
 
 class Ear:
-    """An owner that keeps what it hears, and wishes something from a step on."""
+    """A reporter that keeps the messages, and gives commands after certain steps."""
 
-    def __init__(self, wishes: dict[int, Wish]) -> None:
-        self._wishes, self.wish, self.heard, self.is_behind = wishes, Wish(), [], False
+    def __init__(self, commands: dict[int, Command]) -> None:
+        self._commands, self.command, self.heard, self.is_behind = commands, Command(), [], False
 
     def send(self, kind: str, **fields: object) -> None:
         self.heard.append({"kind": kind, **json.loads(json.dumps(fields))})
         if kind == "step":
-            self.wish = self._wishes.get(fields["step"], self.wish)
+            self.command = self._commands.get(fields["step"], self.command)
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [message for message in self.heard if message["kind"] == kind]
@@ -63,14 +62,14 @@ def events_in(messages: Iterable[dict[str, Any]]) -> list[Event]:
     return [event for message in messages for event in unpack(b64decode(message["data"]))]
 
 
-async def trained(steps: int, wishes: dict[int, Wish]) -> list[Ear]:
-    """Only rank 0's wishes count; the others wish to stop at once."""
+async def trained(steps: int, commands: dict[int, Command]) -> list[Ear]:
+    """Only rank 0's commands count; the other rank's is to stop at once."""
 
     async def main() -> Ear:
         async with StandIn(config_of(steps)) as coordinator:
-            ear = Ear(wishes)
+            ear = Ear(commands)
             if coordinator.mesh.rank:
-                ear.wish = Wish(99, stops=True)
+                ear.command = Command(99, stops=True)
             await train(coordinator, ear, LastSteps(coordinator.mesh, coordinator.recorder))
             return ear
 
@@ -145,31 +144,35 @@ async def test_a_gradient_that_is_not_finite_is_told_by_rank_0():
 
 
 async def test_all_ranks_stop_after_the_same_step():
-    first, second = await trained(50, {4: Wish(1, stops=True)})
-    assert [ear.steps() for ear in (first, second)] == [list(range(6))] * 2, "wished after step 4, agreed in step 5"
-    assert first.of("agreed") == [{"kind": "agreed", "number": 1, "step": 6, "learning_rate": None}]
-    assert second.of("agreed") == []
+    first, second = await trained(50, {4: Command(1, stops=True)})
+    assert [ear.steps() for ear in (first, second)] == [list(range(6))] * 2, (
+        "commanded after step 4, known to all in step 5"
+    )
+    assert first.of("applied") == [{"kind": "applied", "number": 1, "step": 6, "learning_rate": None}]
+    assert second.of("applied") == []
 
 
-async def test_a_learning_rate_counts_from_the_step_that_was_told():
-    wishes = {1: Wish(1, learning_rate=0.5), 4: Wish(2), 6: Wish(3, stops=True)}
-    first, _ = await trained(50, wishes)
-    assert [(told["step"], told["learning_rate"]) for told in first.of("agreed")] == [(3, 0.5), (6, None), (8, None)]
+async def test_a_learning_rate_counts_from_the_reported_step():
+    commands = {1: Command(1, learning_rate=0.5), 4: Command(2), 6: Command(3, stops=True)}
+    first, _ = await trained(50, commands)
+    assert [(told["step"], told["learning_rate"]) for told in first.of("applied")] == [(3, 0.5), (6, None), (8, None)]
     rates = [message["learning_rate"] for message in first.of("step")]
     assert rates == [3e-4] * 3 + [0.5] * 3 + [3e-4] * 2
 
 
-async def test_wishes_of_one_rank_need_no_exchange():
-    async def main() -> list[Wish]:
+async def test_commands_of_one_rank_need_no_exchange():
+    async def main() -> list[Command]:
         async with parallel3d.mesh() as mesh:
-            wishes = Wishes(mesh)
+            broadcast = CommandBroadcast(mesh)
             found = []
-            for wish in (Wish(), Wish(1, learning_rate=0.1), Wish(2, True, 0.1)):
-                wishes.tell(wish)
-                found.append(await wishes.agreed())
+            for command in (Command(), Command(1, learning_rate=0.1), Command(2, True, 0.1)):
+                broadcast.begin(command)
+                found.append(await broadcast.end())
             return found
 
-    assert await parallel3d.in_process(main, ranks=1) == [[Wish(), Wish(1, learning_rate=0.1), Wish(2, True, 0.1)]]
+    assert await parallel3d.in_process(main, ranks=1) == [
+        [Command(), Command(1, learning_rate=0.1), Command(2, True, 0.1)]
+    ]
 
 
 async def test_the_last_steps_are_kept():
@@ -181,8 +184,8 @@ async def test_the_last_steps_are_kept():
             return [span.name for span in last.spans()]
 
     names = (await parallel3d.in_process(main, ranks=2))[0]
-    assert [name for name in names if name.startswith("step")] == [f"step {step}" for step in range(9 - KEPT, 9)]
-    assert names.count("0F0") == names.count("0B0") == KEPT
+    assert [name for name in names if name.startswith("step")] == [f"step {step}" for step in range(9 - TRACE_STEPS, 9)]
+    assert names.count("0F0") == names.count("0B0") == TRACE_STEPS
     assert {"all_reduce dp", "broadcast world"} <= set(names)
 
 
@@ -190,7 +193,7 @@ def test_memory_is_what_the_kernel_says():
     assert used_memory(torch.device("cpu")) > 1 << 20
 
 
-# The owner at the other end of the control channel.
+# The supervisor at the other end of the control channel.
 
 
 @pytest.fixture
@@ -206,34 +209,34 @@ async def a_turn_of_the_loop() -> None:
         await asyncio.sleep(0)
 
 
-async def test_what_the_supervisor_wishes_is_heard(pair):
+async def test_commands_of_the_supervisor_are_received(pair):
     launcher, rank = pair
-    owner = SupervisorOwner(rank)
-    launcher.send("wish", number=1, stops=False, learning_rate=0.5)
-    launcher.send("wish", number="x")
-    launcher.send("wish", number=2, stops=True, learning_rate=None)
+    reporter = SupervisorReporter(rank)
+    launcher.send("command", number=1, stops=False, learning_rate=0.5)
+    launcher.send("command", number="x")
+    launcher.send("command", number=2, stops=True, learning_rate=None)
     await a_turn_of_the_loop()
-    assert owner.wish == Wish(2, True, None)
-    await owner.close()
+    assert reporter.command == Command(2, True, None)
+    await reporter.close()
 
 
 async def test_a_supervisor_that_is_gone_is_no_trouble(pair):
     launcher, rank = pair
-    owner = SupervisorOwner(rank)
+    reporter = SupervisorReporter(rank)
     launcher.connection.close()
     await a_turn_of_the_loop()
     assert not rank.is_open
-    assert owner.wish == Wish()
+    assert reporter.command == Command()
     asyncio.get_running_loop().remove_reader(rank.fd)
 
 
 async def test_a_busy_supervisor_misses_no_step(pair):
     launcher, rank = pair
-    owner = SupervisorOwner(rank)
+    reporter = SupervisorReporter(rank)
     for step in range(3000):
-        owner.send("step", step=step, text="x" * 300)
+        reporter.send("step", step=step, text="x" * 300)
     assert rank.dropped
-    closing = asyncio.create_task(owner.close())
+    closing = asyncio.create_task(reporter.close())
     heard: list[int] = []
     while not closing.done():
         heard += [message["step"] for message in launcher.messages()]
@@ -244,15 +247,15 @@ async def test_a_busy_supervisor_misses_no_step(pair):
 
 async def test_a_supervisor_that_hears_nothing_costs_the_oldest_events_and_no_step(pair):
     launcher, rank = pair
-    owner, recorder = SupervisorOwner(rank), Recorder(1000)
-    sender = EventSender(recorder, owner, lambda: True)
+    reporter, recorder = SupervisorReporter(rank), Recorder(1000)
+    sender = EventSender(recorder, reporter, lambda: True)
     for step in range(20_000):
         recorder.record(What.STEP, step, 1.0, 2.0)
         if step % 50 == 0:
             sender.send_some()
-    assert len(owner._unsent) <= 4, "what was taken waits, the rest stays in the ring"
+    assert len(reporter._unsent) <= 4, "what was taken waits, the rest stays in the ring"
     sender.stop()
-    closing = asyncio.create_task(owner.close())
+    closing = asyncio.create_task(reporter.close())
     heard: list[dict[str, Any]] = []
     while not closing.done():
         heard += launcher.messages()
@@ -269,7 +272,7 @@ async def test_a_supervisor_that_hears_nothing_costs_the_oldest_events_and_no_st
 
 
 class Watch:
-    """Keeps what it is given, or fails over it."""
+    """A monitor that keeps what it is given, or fails over it."""
 
     def __init__(self, *, fails: bool = False) -> None:
         self.taken: dict[int, list[dict[str, Any]]] = {}
@@ -304,32 +307,36 @@ async def test_json_of_every_rank_on_every_rank():
     assert await parallel3d.in_process(main, ranks=3) == [expected] * 3
 
 
-async def work(folder: RunFolder, watch: Watch | None = None, make: type[StandIn] = StandIn) -> list[RankOwner]:
-    """Without a watch of the test's own, there is a real one."""
-    ranks = iter(range(2))
-
-    async def main() -> RankOwner:
-        rank = next(ranks)
-        shown = []
-        owner = RankOwner(
-            rank,
-            config_of(),
-            ModelFacts(5),
-            folder if rank == 0 else None,
-            lambda _, step: shown.append(step.step),
-            (lambda record: watch or RunWatch(record, folder, None)) if rank == 0 else None,
-        )
-        await owner.work(make)
-        assert shown == ([0, 1, 2, 3] if rank == 0 else [])
-        return owner
-
-    return await parallel3d.in_process(main, ranks=2)
+@pytest.fixture
+def shown() -> list[int]:
+    """The steps that rank 0 shows."""
+    return []
 
 
-async def test_rank_0_gathers_what_all_tell(tmp_path, monkeypatch):
+@pytest.fixture
+def first(tmp_path, monkeypatch, shown) -> RunLifecycle:
+    """Rank 0's."""
     monkeypatch.chdir(tmp_path)
-    folder = RunFolder.create(config_of(), "id")
-    first, _ = await work(folder)
+    lifecycle = RunLifecycle(config_of(), on_step=lambda step: shown.append(step.step))
+    lifecycle.record.facts = ModelFacts(5)
+    lifecycle.create_folder()
+    return lifecycle
+
+
+async def work(first: RunLifecycle, make: type[StandIn] = StandIn) -> None:
+    lifecycles = enumerate((first, RunLifecycle(config_of())))
+
+    async def main() -> None:
+        rank, lifecycle = next(lifecycles)
+        await RankReporter(rank, lifecycle).work(make)
+
+    await parallel3d.in_process(main, ranks=2)
+
+
+async def test_rank_0_gathers_all_reports(first, shown):
+    folder = first.folder
+    await work(first)
+    assert shown == [0, 1, 2, 3]
     assert first.record.status is Status.COMPLETED
     metrics = json.loads((folder.path / "metrics.json").read_text())
     assert (metrics["status"], metrics["losses"]) == ("completed", [10.0, 9.0, 8.0, 7.0])
@@ -343,11 +350,11 @@ async def test_rank_0_gathers_what_all_tell(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("interval", [0.0, 60.0], ids=["beside each step", "at the end"])
-async def test_who_looks_on_at_rank_0_hears_all_ranks(tmp_path, monkeypatch, fails, interval):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(gathering, "INTERVAL", interval)
+async def test_rank_0s_monitor_gets_all_messages(first, monkeypatch, fails, interval):
+    monkeypatch.setattr(rank_exchange, "INTERVAL", interval)
     watch = Watch(fails=fails)
-    first, _ = await work(RunFolder.create(config_of(), "id"), watch)
+    first.start_monitor = lambda: setattr(first, "_monitor", watch)
+    await work(first)
     assert first.record.status is Status.COMPLETED
     assert watch.ends == ["settled", "lingered", "closed"]
     for rank, told in ((0, {"step"}), (1, set())):
@@ -357,23 +364,21 @@ async def test_who_looks_on_at_rank_0_hears_all_ranks(tmp_path, monkeypatch, fai
         assert watch.steps(rank) == [0, 1, 2, 3]
 
 
-async def test_without_a_supervisor_the_rank_with_such_a_gradient_is_named(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = RunFolder.create(config_of(), "id")
+async def test_without_a_supervisor_the_rank_with_such_a_gradient_is_named(first):
+    folder = first.folder
     with pytest.raises(NonFiniteGradient):
-        await work(folder, make=Exploding)
+        await work(first, Exploding)
     error = json.loads((folder.path / "metrics.json").read_text())["error"]
     assert (error["rank"], error["coords"]) == (1, {"dp": 1, "tp": 0, "pp": 0})
     assert error["message"].startswith("rank 1 (dp=1 tp=0 pp=0) failed: NonFiniteGradient: ")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_a_failed_rank_without_a_supervisor(tmp_path, monkeypatch, rank):
-    monkeypatch.chdir(tmp_path)
+async def test_a_failed_rank_without_a_supervisor(first, monkeypatch, rank):
     monkeypatch.setenv(STAND_IN, f"raise {rank} 2")
-    folder = RunFolder.create(config_of(), "id")
+    folder = first.folder
     with pytest.raises(Exception, match="the model has an opinion"):
-        await work(folder)
+        await work(first)
     metrics = json.loads((folder.path / "metrics.json").read_text())
     assert metrics["steps"] == 2
     # A task's error cancels the others of one loop; ranks that are processes hear of it as PeerLost.

@@ -1,4 +1,4 @@
-"""A run that can't be started, wherever that fails: nothing of it goes on, nobody is answered, and no token stays."""
+"""A run that can't be started: nothing is left running or listening, no token is kept, and the folder says why."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from monitoring.http.endpoint import Endpoint
 from parallel3d.config import load_config
-from parallel3d.runs import supervised as training_run
+from parallel3d.runs import lifecycle, supervised
 from parallel3d.runs.record import ModelFacts
 from parallel3d.runs.supervised import Run
 from runtime.errors import LaunchError
@@ -33,9 +33,10 @@ def endpoint():
     endpoint.close()
 
 
-def run_at(endpoint: Endpoint, warm: Warm | None) -> Run:
-    config = load_config(None, environ={})
-    return Run(config, facts=ModelFacts(), warm=warm, open_endpoint=lambda: endpoint)
+@pytest.fixture
+def run(here, monkeypatch, endpoint) -> Run:
+    monkeypatch.setattr(lifecycle, "open_endpoint", lambda config, locate: endpoint)
+    return Run(load_config(None, environ={}), facts=ModelFacts())
 
 
 def fails(error: Exception):
@@ -49,12 +50,15 @@ NO_FILES = OSError(errno.EMFILE, "Too many open files")
 
 
 @pytest.mark.parametrize(
-    ("name", "error"), [("start_launch", LaunchError("no room for a fork server")), ("RunWatch", NO_FILES)]
+    ("module", "name", "error"),
+    [(supervised, "start_launch", LaunchError("no room for a fork server")), (lifecycle, "RunMonitor", NO_FILES)],
 )
-async def test_what_fails_after_the_folder_was_made_is_told_in_it(here, monkeypatch, endpoint, name, error):
+async def test_what_fails_after_the_folder_was_made_is_recorded_in_it(
+    here, monkeypatch, endpoint, run, module, name, error
+):
     warm = Warm()
-    run = run_at(endpoint, warm)
-    monkeypatch.setattr(training_run, name, fails(error))
+    monkeypatch.setattr(supervised, "warm_up_for", lambda config: warm)
+    monkeypatch.setattr(module, name, fails(error))
     with pytest.raises(type(error)):
         await run.__aenter__()
     folder = here / "runs" / run.run_id
@@ -67,9 +71,9 @@ async def test_what_fails_after_the_folder_was_made_is_told_in_it(here, monkeypa
     assert "parallel3d-station" not in [thread.name for thread in threading.enumerate()]
 
 
-async def test_a_fork_server_that_cannot_be_started(here, monkeypatch, endpoint):
-    monkeypatch.setattr(training_run, "warm_up_for", fails(LaunchError("no fork server")))
+async def test_a_fork_server_that_cannot_be_started(here, monkeypatch, endpoint, run):
+    monkeypatch.setattr(supervised, "warm_up_for", fails(LaunchError("no fork server")))
     with pytest.raises(LaunchError):
-        await run_at(endpoint, None).__aenter__()
+        await run.__aenter__()
     assert endpoint.listener.fileno() == -1
     assert not (here / "runs").exists()

@@ -106,13 +106,13 @@ def test_a_launcher_speaks_too(pair):
     launcher, theirs = pair
     rank = RankControl(theirs.fileno())
     assert list(rank.messages()) == []
-    assert launcher.send("wish", stops=True)
-    assert launcher.send("wish", stops=False)
+    assert launcher.send("command", stops=True)
+    assert launcher.send("command", stops=False)
     launcher.connection.send(b"not json")
     assert launcher.send("last")
     assert list(rank.messages()) == [
-        {"kind": "wish", "stops": True},
-        {"kind": "wish", "stops": False},
+        {"kind": "command", "stops": True},
+        {"kind": "command", "stops": False},
         {"kind": "last"},
     ]
     assert rank.is_open
@@ -130,7 +130,7 @@ def test_a_rank_finds_out_that_its_launcher_is_gone(pair):
 
 def test_a_rank_that_does_not_read_cannot_hold_its_launcher_up(pair):
     launcher, theirs = pair
-    while launcher.send("wish", text="x" * 1000):
+    while launcher.send("command", text="x" * 1000):
         pass
     theirs.close()
-    assert not launcher.send("wish")
+    assert not launcher.send("command")
