@@ -11,12 +11,15 @@ import traceback
 from contextlib import aclosing
 from typing import Any
 
+from monitoring.analysis.facts import Status
 from monitoring.checks import or_null
+from monitoring.messages import RunStep
 from parallel3d.cli.run_text import LiveLine
 from parallel3d.config import RunConfig
 from parallel3d.gradient_worker.joined_training import JoinedTraining
 from parallel3d.gradient_worker.worker import GradientWorker
-from parallel3d.runs.record import ModelFacts, RunError, RunRecord, RunStep, Status
+from parallel3d.planning.preflight import ModelFacts
+from parallel3d.runs.record import RunError, RunRecord
 from runtime.errors import ConfigError, Parallel3DError, notes_of
 
 EXIT_FAILED = 4

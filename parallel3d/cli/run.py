@@ -22,8 +22,8 @@ from runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from monitoring.http.endpoint import Endpoint
-    from parallel3d.planning.preflight import Locate
-    from parallel3d.runs.record import ModelFacts, RunStep
+    from monitoring.messages import RunStep
+    from parallel3d.planning.preflight import Locate, ModelFacts
     from parallel3d.runs.supervised import Run
     from runtime.launch.spec import WarmServer
 

@@ -11,7 +11,9 @@ from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 
+from monitoring.analysis.facts import Status
 from monitoring.http.endpoint import Endpoint
+from monitoring.messages import RunStep
 from parallel3d.cli.run_text import LiveLine, say_summary
 from parallel3d.cli.validate import EXIT_BAD_CONFIG
 from parallel3d.config import RunConfig, load_config, locate
@@ -19,7 +21,7 @@ from parallel3d.planning.preflight import check_before_start
 from parallel3d.runs.endpoint import endpoints, open_endpoint, page_to_show
 from parallel3d.runs.folder import RunFolder, check_run_dir, new_run_id
 from parallel3d.runs.monitor import RunWatch
-from parallel3d.runs.record import RunRecord, RunStep, Status
+from parallel3d.runs.record import RunRecord
 from runtime.environment import read_environment
 from runtime.errors import ConfigError
 from runtime.loop import run

@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from monitoring.events.time_parts import PARTS, TimeParts, mean_of
+from monitoring.events.time_parts import TimeParts, mean_of
+from monitoring.messages import RunStep
 from parallel3d.cli.line import Line
 from parallel3d.json_lines import dump
+from parallel3d.reports import text
 from parallel3d.reports.drawing.words import show_bytes
-from parallel3d.runs.record import RunRecord, RunStep
+from parallel3d.reports.report import ALL_RANKS, TimeRow
+from parallel3d.runs.record import RunRecord
 
 _SHOWN_SHARE = 0.0005  # what is not rounded to 0.0 %
 _MOST_BOTTLENECKS = 3
@@ -46,18 +49,12 @@ def describe(record: RunRecord, step: RunStep, bubble: float | None = None) -> l
 
 def time_table(record: RunRecord, metrics: Mapping[str, Any]) -> str:
     """Where each rank's time went, in percent; parts that took none are left out. Empty before the first step."""
-    told = [rank for rank in metrics["ranks"] if rank["steps"]]
-    if not told:
+    known = [rank for rank in metrics["ranks"] if rank["steps"]]
+    if not known:
         return ""
-    each = [TimeParts.of(rank["seconds"]) for rank in told]
-    rows = [(record.name(rank["rank"]), parts.shares()) for rank, parts in zip(told, each, strict=True)]
-    rows += [("all ranks", mean_of(each).shares())] if len(told) > 1 else []
-    shown = [part for part in PARTS if any(shares[part] >= _SHOWN_SHARE for _, shares in rows)]
-    title = "where the time went"
-    width = max(len(title), *(len(name) for name, _ in rows))
-    lines = [f"{title:<{width}}" + "".join(f"{part:>11}" for part in shown)]
-    lines += [f"{name:<{width}}" + "".join(f"{100 * shares[part]:>9.1f} %" for part in shown) for name, shares in rows]
-    return "\n".join(lines)
+    rows = [TimeRow(record.name(rank["rank"]), TimeParts.of(rank["seconds"])) for rank in known]
+    rows += [TimeRow(ALL_RANKS, mean_of([row.parts for row in rows]))] if len(rows) > 1 else []
+    return "\n".join(text.time_table(rows))
 
 
 def _note(record: RunRecord, metrics: Mapping[str, Any]) -> str:

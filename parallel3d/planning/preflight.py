@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from parallel3d.config.errors import ConfigProblems, Place, problem_of_key
 from parallel3d.config.sections import GptModel, LlamaModel, RunConfig
-from parallel3d.runs.record import ModelFacts
 from runtime.errors import ConfigError, InvalidCall
 
 if TYPE_CHECKING:
@@ -18,6 +17,15 @@ if TYPE_CHECKING:
 
 Locate = Callable[[str], Place]
 """Where the value of a key stands, as errors name it; of "" the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known of the model before ranks start."""
+
+    parameters: int = 0
+    flops_per_token: float = 0.0
+    """Forward and backward."""
 
 
 def nowhere(key: str) -> Place:

@@ -1,4 +1,4 @@
-"""A run's station as its owner has it: fed with what ranks tell, asked once they have ended, then closed."""
+"""A run's monitor as its owner has it: fed with what ranks tell, asked once they have ended, then closed."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from monitoring.analysis.facts import RunFacts
-from monitoring.assemble import open_station
+from monitoring.assemble import open_monitor
 from monitoring.events.trace import Span
 from monitoring.http.endpoint import Endpoint
 from monitoring.http.service import complain
+from monitoring.messages import Message, Ready
 from parallel3d import __version__
 from parallel3d.config import RunConfig
+from parallel3d.planning.preflight import ModelFacts
 from parallel3d.planning.what_if import PipelinePlanner
 from parallel3d.runs.endpoint import endpoints
 from parallel3d.runs.folder import RunFolder
-from parallel3d.runs.record import ModelFacts, RunRecord, Status
+from parallel3d.runs.record import RunRecord
 from parallel3d.runs.run_log import RunLog
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from monitoring.live.monitor_thread import Station
+    from monitoring.live.monitor_thread import MonitorThread
     from monitoring.live.observer import Observer
 
 SETTLE_SECONDS = 10.0
@@ -37,35 +39,35 @@ class RunWatch:
     def __init__(self, record: RunRecord, folder: RunFolder, endpoint: Endpoint | None) -> None:
         facts = run_facts(record.config, record.facts, folder.run_id)
         planner, lists_ranks = PipelinePlanner.of_config(record.config), record.config.monitoring.per_rank
-        self._station, self._observer = open_station(facts, endpoint, planner, _page, lists_ranks)
-        self._observer.on_change.append(folder.note)
+        self._monitor, self._observer = open_monitor(facts, endpoint, planner, _page, lists_ranks)
+        self._observer.changes.subscribe(folder.note)
         log = RunLog(self._observer)
-        self._observer.on_change.append(log.note)
-        self._station.on_status.append(log.note_status)
-        self._station.set_status(record.status)
+        self._observer.changes.subscribe(log.note)
+        self._monitor.on_status.append(log.note_status)
+        self._monitor.set_status(record.status)
         self._record, self._folder = record, folder
         self._has_frozen = False
 
-    def take(self, rank: int, message: Mapping[str, Any]) -> None:
+    def take(self, rank: int, message: Message | None) -> None:
         """A rank's message; never waits."""
-        if message.get("kind") == "ready" and rank == 0 and not self._has_frozen:
+        if isinstance(message, Ready) and rank == 0 and not self._has_frozen:
             # Else looking through all that lives, again and again, would take as long as watching itself.
             gc.collect()
             gc.freeze()
             self._has_frozen = True
-        self._station.take(rank, message)
+        self._monitor.take(rank, message)
 
     @property
     def bubble(self) -> float | None:
         """Of the latest step of which it is known."""
-        return self._observer.bubble
+        return self._observer.analysis.bubble
 
     async def settle(self) -> None:
         """The record then has all that was observed, and the page how the run ended."""
         record = self._record
-        self._station.set_status(record.status, record.error.message if record.error is not None else "")
+        self._monitor.set_status(record.status, record.error.message if record.error is not None else "")
         try:
-            record.observed = await asyncio.wait_for(self._station.settle(self._conclude), SETTLE_SECONDS)
+            record.observed = await asyncio.wait_for(self._monitor.settle(self._conclude), SETTLE_SECONDS)
         except TimeoutError:
             pass
         except Exception:  # a bug of ours, or a rule's: the folder has all the rest
@@ -78,7 +80,7 @@ class RunWatch:
     async def linger(self, hurry: asyncio.Event) -> None:
         """Where somebody scrapes a run that has failed, until that is told: counters of it rise only now."""
         seconds = self._record.config.monitoring.linger_seconds
-        if self._record.status not in (Status.FAILED, Status.HUNG) or not seconds:
+        if not self._record.status.is_broken or not seconds:
             return
         waits = [asyncio.create_task(self._scraped()), asyncio.create_task(hurry.wait())]
         await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -87,7 +89,7 @@ class RunWatch:
 
     async def _scraped(self) -> None:
         """Once more, where it was before."""
-        scrape = await self._station.settle(self._station.scrapes.next)
+        scrape = await self._monitor.settle(self._monitor.scrapes.next)
         if scrape is not None:
             await asyncio.wrap_future(scrape)
 
@@ -95,7 +97,7 @@ class RunWatch:
         """Once the folder is complete."""
         if self._has_frozen:
             gc.unfreeze()
-        await self._station.close()
+        await self._monitor.close()
         # Its port may soon be somebody else's, who shall not be sent the token.
         await asyncio.to_thread(self._folder.write_endpoints, endpoints(self._folder.run_id, None))
 
@@ -107,7 +109,7 @@ class Watch(Protocol):
     def bubble(self) -> float | None:
         """Of the latest step of which it is known."""
 
-    def take(self, rank: int, message: Mapping[str, Any]) -> object:
+    def take(self, rank: int, message: Message | None) -> object:
         """Never waits."""
 
     async def settle(self) -> None:
@@ -154,11 +156,11 @@ async def _complete(
             await watch.close()
 
 
-def _page(station: Station, observer: Observer) -> list[web.RouteDef]:
-    """Called in the station's thread, which imports what a page takes."""
+def _page(monitor: MonitorThread, observer: Observer) -> list[web.RouteDef]:
+    """Called in the monitor thread, which imports what a page takes."""
     from parallel3d.reports.live_page import page_of
 
-    return page_of(station, observer)
+    return page_of(monitor, observer)
 
 
 def run_facts(config: RunConfig, model: ModelFacts, run_id: str) -> RunFacts:

@@ -13,13 +13,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from monitoring.analysis.facts import Status
 from monitoring.http.endpoint import Endpoint
+from monitoring.messages import RunStep, receive
 from parallel3d.config import RunConfig, load_config, locate
-from parallel3d.planning.preflight import Locate, check_before_start, nowhere
+from parallel3d.planning.preflight import Locate, ModelFacts, check_before_start, nowhere
 from parallel3d.runs import endpoint as run_endpoint
 from parallel3d.runs.folder import RunFolder, check_run_dir, new_run_id
 from parallel3d.runs.monitor import RunWatch, complete
-from parallel3d.runs.record import ModelFacts, RunError, RunRecord, RunStep, Status, step_event
+from parallel3d.runs.record import RunError, RunRecord
 from runtime.control import Message
 from runtime.errors import InvalidCall, LaunchError, RunFailed
 from runtime.launch.launch import Launch
@@ -309,14 +311,15 @@ class Run:
     # Ranks.
 
     def _on_message(self, rank: int, message: Message) -> None:
+        report = receive(rank, message)
         if self._watch is not None:
-            self._watch.take(rank, message)
-        step = self.record.take(rank, message)
-        if step is not None:
-            self._folder.event("step", **step_event(step))
+            self._watch.take(rank, report)
+        self.record.take(rank, report)
+        if isinstance(report, RunStep):
+            self._folder.event("step", **report.to_json())
             self._news.set()
             if self._on_step is not None:
-                self._on_step(step)
+                self._on_step(report)
         match message:
             case {"kind": "ready"} if rank == 0:
                 self._is_ready = True

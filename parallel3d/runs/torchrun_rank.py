@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 
+from monitoring.analysis.facts import Status
 from monitoring.events.trace import Span
+from monitoring.messages import RunStep, receive
 from parallel3d.config import RunConfig
+from parallel3d.planning.preflight import ModelFacts
 from parallel3d.rank_mesh import Mesh
 from parallel3d.runs.clock_offsets import clock_offset
 from parallel3d.runs.commands import Wish
@@ -20,7 +23,7 @@ from parallel3d.runs.gathering import Gathering, Outbox, read
 from parallel3d.runs.last_steps import LastSteps
 from parallel3d.runs.monitor import Watch, complete
 from parallel3d.runs.rank_loop import MakeCoordinator, train
-from parallel3d.runs.record import ModelFacts, RunError, RunRecord, RunStep, Status, step_event
+from parallel3d.runs.record import RunError, RunRecord
 from process_groups.group import Group
 from process_groups.topology import Topology
 from runtime.control import Message
@@ -64,13 +67,14 @@ class RankOwner:
 
     def _hear(self, rank: int, message: Message) -> None:
         """Of this rank; on rank 0, of all."""
-        step = self.record.take(rank, message)
-        if step is not None and self._folder is not None:
-            self._folder.event("step", **step_event(step))
-            self._on_step(self.record, step)
+        report = receive(rank, message)
+        self.record.take(rank, report)
+        if isinstance(report, RunStep) and self._folder is not None:
+            self._folder.event("step", **report.to_json())
+            self._on_step(self.record, report)
         if self._watch is not None:
             with suppress(Exception):  # whoever looks on must not end a run
-                self._watch.take(rank, message)
+                self._watch.take(rank, report)
 
     async def work(self, make: MakeCoordinator) -> None:
         """All of the run; the folder is complete then, also when it fails."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from monitoring.analysis.totals import WARM_UP
 from monitoring.events.time_parts import MEANINGS, NO_TIME, TimeParts, mean_of
+from monitoring.messages import RunStep
 from parallel3d.pipeline.executor import Timed
 from parallel3d.pipeline.schedules.actions import Kind
 
@@ -19,19 +20,9 @@ _SENDS = (Kind.SEND_F, Kind.SEND_B)
 
 
 @dataclass(frozen=True, slots=True)
-class TrainStep:
-    """One step. What is the whole mesh's is the same on every rank."""
+class TrainStep(RunStep):
+    """One step as a rank made it; `seconds` are those of the step alone, without the wait for its batch."""
 
-    step: int
-    """From 0."""
-    loss: float
-    """The mean over the whole batch."""
-    grad_norm: float
-    """Of all gradients of the mesh together, before they were clipped."""
-    learning_rate: float
-    tokens: int
-    """Targets of the whole batch."""
-    seconds: float
     data_seconds: float
     """How long this rank waited for its batch before the step."""
     reduce_seconds: float
@@ -50,13 +41,6 @@ class TrainStep:
     began: float = 0.0
     """The end of the step before, in seconds of time.monotonic."""
     ended: float = 0.0
-    all_reduce_bandwidth: float | None = None
-    """Bus bandwidth in 10⁹ bytes a second: of the gradients' reduction; with a single replica, of what tensor-parallel
-    ranks added up. None where nothing was."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
 
     @property
     def pipeline_seconds(self) -> float:

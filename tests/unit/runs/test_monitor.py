@@ -10,11 +10,13 @@ from contextlib import suppress
 
 import pytest
 
+from monitoring.analysis.facts import Status
 from monitoring.http.endpoint import Endpoint
+from monitoring.messages import Ready
 from parallel3d.config import load_config
 from parallel3d.runs.folder import RunFolder
 from parallel3d.runs.monitor import RunWatch, complete
-from parallel3d.runs.record import RunRecord, Status
+from parallel3d.runs.record import RunRecord
 from tests.support.processes import SECONDS
 
 
@@ -91,15 +93,15 @@ async def test_a_rule_that_fails_does_not_cost_the_folder(run, monkeypatch, capf
     assert (folder.path / "metrics.json").exists()
     assert (folder.path / "report.html").exists()
     assert capfd.readouterr().err.count("ZeroDivisionError: a bug of ours") == 1
-    assert "parallel3d-station" not in [thread.name for thread in threading.enumerate()]
+    assert "parallel3d-monitor" not in [thread.name for thread in threading.enumerate()]
 
 
 async def test_what_lives_when_ranks_are_ready_is_looked_through_again_only_after_the_run(run):
     folder, record = run
     watch = RunWatch(record, folder, None)
-    watch.take(1, {"kind": "ready"})
+    watch.take(1, Ready("a", "cpu", 1, 1))
     assert gc.get_freeze_count() == 0
-    watch.take(0, {"kind": "ready"})
+    watch.take(0, Ready("a", "cpu", 1, 1))
     assert gc.get_freeze_count() > 0
     await complete(folder, record, watch)
     assert gc.get_freeze_count() == 0

@@ -14,9 +14,23 @@ import pytest
 import torch
 
 import parallel3d
+from monitoring.analysis.facts import Status
 from monitoring.events.events import Axis, Event, What, unpack
 from monitoring.events.recorder import Recorder
+from monitoring.messages import (
+    ClockOffset,
+    Collectives,
+    DataQueue,
+    Events,
+    Joined,
+    LoopLag,
+    Memory,
+    Message,
+    Ready,
+    RunStep,
+)
 from parallel3d.config import load_config
+from parallel3d.planning.preflight import ModelFacts
 from parallel3d.runs import gathering
 from parallel3d.runs.commands import Wish, Wishes
 from parallel3d.runs.event_sender import EventSender
@@ -24,12 +38,13 @@ from parallel3d.runs.folder import RunFolder
 from parallel3d.runs.last_steps import KEPT, LastSteps
 from parallel3d.runs.monitor import RunWatch
 from parallel3d.runs.rank_loop import SupervisorOwner, train, used_memory
-from parallel3d.runs.record import ModelFacts, RunRecord, Status
+from parallel3d.runs.record import RunRecord
 from parallel3d.runs.torchrun_rank import RankOwner, gather_json
 from parallel3d.training.performance import TrainStep
 from runtime.control import LauncherControl, RankControl
 from runtime.cores import num_cores
 from runtime.errors import NonFiniteGradient
+from tests.support.observed import report
 from tests.support.stand_in import STAND_IN, StandIn
 
 
@@ -94,8 +109,8 @@ async def test_every_rank_tells_of_every_step():
     record = RunRecord(config_of())
     for rank, ear in enumerate((first, second)):
         for message in ear.heard:
-            record.take(rank, message)
-    assert (record.malformed, len(record.steps)) == (0, 4)
+            report(record, rank, message)
+    assert len(record.steps) == 4
 
 
 async def test_the_events_of_every_step_are_told():
@@ -272,11 +287,11 @@ class Watch:
     """Keeps what it is given, or fails over it."""
 
     def __init__(self, *, fails: bool = False) -> None:
-        self.taken: dict[int, list[dict[str, Any]]] = {}
+        self.taken: dict[int, list[Message | None]] = {}
         self.ends: list[str] = []
         self._fails = fails
 
-    def take(self, rank: int, message: dict[str, Any]) -> None:
+    def take(self, rank: int, message: Message | None) -> None:
         self.taken.setdefault(rank, []).append(message)
         if self._fails:
             raise RuntimeError("nobody is here")
@@ -291,8 +306,8 @@ class Watch:
         self.ends.append("closed")
 
     def steps(self, rank: int) -> list[int]:
-        events = events_in(message for message in self.taken[rank] if message["kind"] == "events")
-        return [event.step for event in events if event.what == What.STEP]
+        reports = (message for message in self.taken[rank] if isinstance(message, Events))
+        return [event.step for each in reports for event in each.unpack(0.0) if event.what == What.STEP]
 
 
 async def test_json_of_every_rank_on_every_rank():
@@ -350,10 +365,10 @@ async def test_who_looks_on_at_rank_0_hears_all_ranks(tmp_path, monkeypatch, fai
     first, _ = await work(RunFolder.create(config_of(), "id"), watch)
     assert first.record.status is Status.COMPLETED
     assert watch.ends == ["settled", "lingered", "closed"]
-    for rank, told in ((0, {"step"}), (1, set())):
-        expected = {"mesh", "clock", "ready", "events", "memory", "queue"} | told
-        reports = {"loop_lag", "collectives"} if interval == 0 else set()
-        assert {message["kind"] for message in watch.taken[rank]} == expected | reports
+    for rank, alone in ((0, {RunStep}), (1, set())):
+        expected = {Joined, ClockOffset, Ready, Events, Memory, DataQueue} | alone
+        totals = {LoopLag, Collectives} if interval == 0 else set()
+        assert {type(message) for message in watch.taken[rank]} == expected | totals
         assert watch.steps(rank) == [0, 1, 2, 3]
 
 
