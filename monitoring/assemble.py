@@ -1,4 +1,4 @@
-"""The station of a run: an observer with all rules, and an endpoint that serves what it sees."""
+"""The monitor of a run: an observer with all rules in a thread of its own, and an endpoint that serves what it sees."""
 
 from __future__ import annotations
 
@@ -6,46 +6,42 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from monitoring.analysis.bottlenecks import Planner, find_bottlenecks
-from monitoring.analysis.facts import RunFacts
+from monitoring.analysis.bottlenecks import Planner
+from monitoring.analysis.facts import RunFacts, Status
 from monitoring.http.endpoint import Endpoint
-from monitoring.live.monitor_thread import Station
+from monitoring.live.monitor_thread import MonitorThread
 from monitoring.live.observer import Observer
-from monitoring.prometheus.scrape_targets import ScrapeTargets
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from monitoring.http.server import Targets
-
-Routes = Callable[[Station, Observer], "list[web.RouteDef]"]
-"""What is mounted beside /metrics, behind the token. Called once, in the station's thread."""
-_BROKEN = ("failed", "hung")
+Routes = Callable[[MonitorThread, Observer], "list[web.RouteDef]"]
+"""What is mounted beside /metrics, behind the token. Called once, in the monitor thread."""
 
 
-def open_station(
+def open_monitor(
     facts: RunFacts,
     endpoint: Endpoint | None,
     planner: Planner | None = None,
     routes: Routes | None = None,
     lists_ranks: bool = False,
-) -> tuple[Station, Observer]:
-    """Observes from now on, and answers on the endpoint until it is closed. The observer is the station's thread's.
+) -> tuple[MonitorThread, Observer]:
+    """Observes from now on, and answers on the endpoint until it is closed. Only the thread may use the observer.
 
-    lists_ranks: whether ranks have endpoints of their own, which /sd tells.
+    lists_ranks: whether ranks have endpoints of their own, which /sd lists.
     """
-    observer = Observer(facts, planner, find=find_bottlenecks)
-    targets = ScrapeTargets(observer)
-    make_app = partial(_make_app, endpoint, observer, targets.listed if lists_ranks else None, routes)
-    return Station(observer, targets, endpoint=endpoint, make_app=make_app), observer
+    observer = Observer(facts, planner)
+    make_app = partial(_make_app, endpoint, observer, lists_ranks, routes)
+    return MonitorThread(observer, endpoint=endpoint, make_app=make_app), observer
 
 
 def _make_app(
-    endpoint: Endpoint | None, observer: Observer, targets: Targets | None, routes: Routes | None, station: Station
+    endpoint: Endpoint | None, observer: Observer, lists_ranks: bool, routes: Routes | None, monitor: MonitorThread
 ) -> web.Application:
     from monitoring.http.server import make_app
-    from monitoring.prometheus.run_metrics import RunMetrics  # here, so that the run does not wait for them
+    from monitoring.prometheus.run_metrics import RunMetrics, scrape_targets  # here: the run does not wait for them
 
     assert endpoint is not None
-    metrics = RunMetrics(observer, lambda: station.status in _BROKEN, station.scrapes.note)
-    return make_app(endpoint, metrics, routes(station, observer) if routes is not None else (), targets)
+    metrics = RunMetrics(observer, lambda: Status(monitor.status).is_broken, monitor.scrapes.note)
+    targets = partial(scrape_targets, observer.state) if lists_ranks else None
+    return make_app(endpoint, metrics, routes(monitor, observer) if routes is not None else (), targets)

@@ -1,9 +1,28 @@
-"""What is known of a run and of its ranks apart from what happens in it."""
+"""What a run and its ranks are, apart from what happens in their steps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import NamedTuple
+
+
+class Status(StrEnum):
+    """How a run is, or ended."""
+
+    RUNNING = "running"
+    COMPLETED = "completed"
+    """All steps were made."""
+    STOPPED = "stopped"
+    """By its owner, after a whole step."""
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
+    HUNG = "hung"
+    """No rank failed, but one did not come in time."""
+
+    @property
+    def is_broken(self) -> bool:
+        return self in (Status.FAILED, Status.HUNG)
 
 
 class Place(NamedTuple):
@@ -16,7 +35,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """Told by the rank once it is in its mesh."""
+    """Reported by the rank once it has joined its mesh."""
 
     rank: int
     place: Place

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from monitoring.checks import or_null
 from monitoring.events.loop_lag import LagHistogram
 from monitoring.events.time_parts import NO_TIME, TimeParts
 
@@ -79,32 +78,6 @@ class StepTimes:
     parts: TimeParts
     """The mean of the ranks'."""
     traffic: tuple[AxisTraffic, ...] = ()
-
-
-@dataclass(slots=True)
-class ToldStep:
-    """One step as rank 0 told it; its parts follow with the events."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    tokens: int
-    seconds: float
-    parts: TimeParts | None = None
-    """The ranks' mean."""
-
-    def to_json(self) -> dict[str, Any]:
-        """What is not finite is null."""
-        return {
-            "step": self.step,
-            "loss": or_null(self.loss),
-            "grad_norm": or_null(self.grad_norm),
-            "learning_rate": or_null(self.learning_rate),
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-            "parts": None if self.parts is None else self.parts.to_json(),
-        }
 
 
 @dataclass(frozen=True, slots=True)

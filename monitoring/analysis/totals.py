@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from monitoring.analysis.observations import RankStep
 from monitoring.events.time_parts import NO_TIME, TimeParts
@@ -43,6 +44,18 @@ class StepSums:
     def bubble(self) -> float:
         """The mean share of the pipeline's time."""
         return self.bubble_ratios / self.num_steps if self.num_steps else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """As `metrics.json` has it."""
+        return {
+            "steps": self.num_steps,
+            "seconds": self.parts.to_json(),
+            "total_seconds": self.seconds,
+            "remainder_seconds": self.remainder,
+            "compute_cpu_seconds": self.compute_cpu,
+            "core_wait_seconds": self.core_wait,
+            "bubble": self.bubble,
+        }
 
 
 @dataclass(slots=True)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-class Ration:
-    """By processor time: a thread that gives way to others would otherwise count their time as its own."""
+class CpuBudget:
+    """Counts processor time: a thread of low priority would otherwise count other threads' time as its own."""
 
     def __init__(
         self,
@@ -19,7 +19,7 @@ class Ration:
         clock: Callable[[], float] = time.monotonic,
         processor: Callable[[], float] = time.thread_time,
     ) -> None:
-        """pause, longest: seconds between two times at least, and at most."""
+        """share: of a core. pause, longest: seconds between two times at least, and at most."""
         self._share, self._pause, self._longest, self._clock, self._processor = share, pause, longest, clock, processor
         self._next = float("-inf")
 

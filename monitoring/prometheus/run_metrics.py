@@ -22,6 +22,7 @@ from monitoring.events import loop_lag
 from monitoring.events.loop_lag import LagHistogram
 from monitoring.events.time_parts import PARTS
 from monitoring.live.observer import Observer
+from monitoring.live.run_state import RunState
 from monitoring.prometheus.metric_families import RUN_FAMILIES, histograms, number, numbers
 
 STEP_BOUNDS = (
@@ -43,13 +44,14 @@ class RunMetrics(Collector):
         has_failed: Callable[[], bool] = bool,
         on_collect: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_collect: called each time that all was told."""
-        self._observer, self._has_failed, self._on_collect = observer, has_failed, on_collect
+        """on_collect: called each time that all metrics were collected."""
+        self._state, self._analysis = observer.state, observer.analysis
+        self._has_failed, self._on_collect = has_failed, on_collect
         self._durations = [0] * len(STEP_BOUNDS)
         self._last_step: float | None = None
         self._severities: dict[str, str] = {}
         """Of each kind of bottleneck that was seen: the latest."""
-        observer.on_change.append(self._note)
+        observer.changes.subscribe(self._note)
 
     def _note(self, kind: str, payload: Any) -> None:
         if kind == "step":
@@ -66,24 +68,24 @@ class RunMetrics(Collector):
         self._on_collect()
 
     def _identity(self) -> Iterator[Metric]:
-        observer, facts = self._observer, self._observer.facts
+        state, facts = self._state, self._state.facts
         yield _numbers("build_info", [((facts.version, platform.python_version(), _torch_version()), 1)])
         mesh = f"{facts.dp}x{facts.tp}x{facts.pp}"
         who = [((facts.run_id, facts.model, facts.schedule, mesh, facts.precision), 1)]
         yield _numbers("run_info", who if facts.run_id else [])  # scripts have none
         yield _numbers(
             "rank_info",
-            [((rank, *each.place, each.host, each.device), 1) for rank, each in sorted(observer.ranks.items())],
+            [((rank, *each.place, each.host, each.device), 1) for rank, each in sorted(state.ranks.items())],
         )
         yield _number("start_time_seconds", facts.started)
 
     def _progress(self) -> Iterator[Metric]:
-        observer = self._observer
-        last = observer.steps[-1] if observer.steps else None
-        outcomes = {"ok": observer.num_steps, "failed": int(self._has_failed())}
+        state = self._state
+        last = state.steps[-1] if state.steps else None
+        outcomes = {"ok": state.num_steps, "failed": int(self._has_failed())}
         yield _numbers("steps_total", [((outcome,), count) for outcome, count in outcomes.items()])
-        yield _number("tokens_total", observer.num_tokens)
-        yield _histograms("step_duration_seconds", [((), STEP_BOUNDS, self._durations, observer.step_seconds)])
+        yield _number("tokens_total", state.num_tokens)
+        yield _histograms("step_duration_seconds", [((), STEP_BOUNDS, self._durations, state.step_seconds)])
         yield _number("training_loss", last and last.loss)
         yield _number("gradient_norm", last and last.grad_norm)
         yield _number("learning_rate", last and last.learning_rate)
@@ -92,16 +94,16 @@ class RunMetrics(Collector):
 
     def _utilization(self) -> float | None:
         """Over the latest steps; None where a device's peak, or the model's cost, is not known."""
-        observer, facts = self._observer, self._observer.facts
-        latest = list(islice(reversed(observer.steps), _LATEST))
+        state, facts = self._state, self._state.facts
+        latest = list(islice(reversed(state.steps), _LATEST))
         seconds, tokens = sum(step.seconds for step in latest), sum(step.tokens for step in latest)
         flops = tokens / seconds * facts.flops_per_token if seconds > 0 else 0.0
-        devices = (rank.device for rank in observer.ranks.values())
+        devices = (rank.device for rank in state.ranks.values())
         return utilization(devices, facts.world_size, facts.precision, flops)
 
     def _time(self) -> Iterator[Metric]:
-        observer = self._observer
-        totals = [(rank, each.all) for rank, each in sorted(observer.totals.items())]
+        analysis = self._analysis
+        totals = [(rank, each.all) for rank, each in sorted(analysis.totals.items())]
         yield _numbers(
             "phase_seconds_total",
             [((rank, part), each.parts[part]) for rank, each in totals for part in PARTS],
@@ -109,15 +111,15 @@ class RunMetrics(Collector):
         yield _numbers("unattributed_seconds_total", [((rank,), each.unattributed) for rank, each in totals])
         yield _numbers("compute_cpu_seconds_total", [((rank,), each.compute_cpu) for rank, each in totals])
         yield _numbers("core_wait_seconds_total", [((rank,), each.core_wait) for rank, each in totals])
-        bubbles = sorted(observer.bubble_by_stage.items())
+        bubbles = sorted(analysis.bubble_by_stage.items())
         yield _numbers("pipeline_bubble_ratio", [((stage,), ratio) for stage, ratio in bubbles])
-        scores = sorted(observer.scores.items())
+        scores = sorted(analysis.scores.items())
         yield _numbers("straggler_score_ratio", [((rank,), score) for rank, score in scores])
 
     def _bottlenecks(self) -> Iterator[Metric]:
         """All that there are at any time, so that an alert can tell 0 from nothing. Of several of a kind the worst."""
         worst: dict[str, Severity] = {}
-        for each in self._observer.bottlenecks:
+        for each in self._analysis.bottlenecks:
             worst[each.kind] = max(each.severity, worst.get(each.kind, each.severity), key=list(Severity).index)
         self._severities |= worst
         yield _numbers(
@@ -126,32 +128,32 @@ class RunMetrics(Collector):
         )
 
     def _exchanges(self) -> Iterator[Metric]:
-        observer = self._observer
-        totals = sorted(observer.traffic.items())
+        state = self._state
+        totals = sorted(state.traffic.totals().items())
         yield _numbers("collective_bytes_total", [(where, each.num_bytes) for where, each in totals])
         yield _histograms(
             "collective_duration_seconds",
             [(where, traffic.BOUNDS, each.counts, each.seconds) for where, each in totals],
         )
-        bandwidths = sorted(observer.bandwidth.items())
+        bandwidths = sorted(state.traffic.bandwidths().items())
         yield _numbers("collective_bus_bandwidth_bytes_per_second", bandwidths)
-        yield from _lag(observer.lag)
+        yield from _lag(state.lag)
 
     def _health(self) -> Iterator[Metric]:
-        observer = self._observer
-        memory = sorted(observer.memory.items())
+        state, analysis = self._state, self._analysis
+        memory = sorted(state.memory.items())
         yield _numbers(
             "memory_bytes", [((rank, kind), size) for rank, kinds in memory for kind, size in sorted(kinds.items())]
         )
-        yield _number("memory_budget_bytes", observer.facts.memory_budget or None)
-        yield _numbers("data_queue_batches", [((rank,), mean) for rank, mean in sorted(observer.queue.items())])
-        yield _number("data_queue_capacity_batches", observer.queue_capacity)
-        dropped = [((rank,), observer.dropped.get(rank, 0)) for rank in sorted(observer.ranks)]
+        yield _number("memory_budget_bytes", state.facts.memory_budget or None)
+        yield _numbers("data_queue_batches", [((rank,), means[-1]) for rank, means in sorted(state.queue.items())])
+        yield _number("data_queue_capacity_batches", state.queue_capacity)
+        dropped = [((rank,), state.dropped.get(rank, 0)) for rank in sorted(state.ranks)]
         yield _numbers("events_dropped_total", dropped)
-        yield _number("steps_incomplete_total", observer.incomplete)
-        seen = sorted(observer.last_seen.items())
+        yield _number("steps_incomplete_total", analysis.incomplete)
+        seen = sorted(state.last_seen.items())
         yield _numbers("rank_last_report_timestamp_seconds", [((rank,), moment) for rank, moment in seen])
-        yield _number("nonfinite_gradients_total", observer.nonfinite)
+        yield _number("nonfinite_gradients_total", state.nonfinite)
 
 
 def _lag(ranks: Mapping[int, LagHistogram]) -> Iterator[Metric]:
@@ -160,6 +162,23 @@ def _lag(ranks: Mapping[int, LagHistogram]) -> Iterator[Metric]:
     total = sum(each.total for each in ranks.values())
     yield _histograms("event_loop_lag_seconds", [((), loop_lag.BOUNDS, counts, total)])
     yield _numbers("event_loop_lag_worst_seconds", [((rank,), each.worst) for rank, each in sorted(ranks.items())])
+
+
+def scrape_targets(state: RunState) -> list[dict[str, Any]]:
+    """The ranks' own endpoints, as Prometheus' HTTP service discovery lists them: one group for each rank."""
+    return [
+        {"targets": [each.target], "labels": {"__scheme__": each.scheme, **_target_labels(state, rank)}}
+        for rank, each in sorted(state.endpoints.items())
+    ]
+
+
+def _target_labels(state: RunState, rank: int) -> dict[str, str]:
+    labels = {"run_id": state.facts.run_id, "rank": str(rank)}
+    facts = state.ranks.get(rank)
+    if facts is not None:
+        labels |= {axis: str(place) for axis, place in facts.place._asdict().items()}
+        labels["host"] = facts.host
+    return labels
 
 
 @cache

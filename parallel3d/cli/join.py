@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from monitoring.analysis.facts import Status
 from monitoring.checks import or_null
 from parallel3d.cli.process import on_signals, open_standard_fds
 from parallel3d.cli.run_text import LiveLine
@@ -21,7 +22,7 @@ from parallel3d.cli.validate import parse_settings
 from parallel3d.config import RunConfig, load_config, locate
 from parallel3d.formatting import json_lines
 from parallel3d.runs.lifecycle import exit_code
-from parallel3d.runs.record import RunError, RunRecord, Status
+from parallel3d.runs.record import RunError, RunRecord
 from runtime.errors import ConfigError, Parallel3DError, notes_of
 from runtime.gradient_server.wire.link import split_address
 

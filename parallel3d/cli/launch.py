@@ -90,8 +90,9 @@ def _serve_metrics(port: int | None, num_ranks: int) -> Iterator[OnMessage | Non
     import time
 
     from monitoring.analysis.facts import RunFacts
-    from monitoring.assemble import open_station
+    from monitoring.assemble import open_monitor
     from monitoring.http.endpoint import Endpoint
+    from monitoring.messages import receive
     from parallel3d import __version__
 
     try:
@@ -102,12 +103,12 @@ def _serve_metrics(port: int | None, num_ranks: int) -> Iterator[OnMessage | Non
         raise typer.Exit(exit_codes.USAGE) from None
     # Only the number of ranks is known, because scripts make their own meshes.
     facts = RunFacts(world_size=num_ranks, version=__version__, started=time.time())
-    station, _ = open_station(facts, endpoint)
+    monitor, _ = open_monitor(facts, endpoint)
     try:
         print(f"metrics: {endpoint.url('/metrics')}", file=sys.stderr, flush=True)
-        yield station.take
+        yield lambda rank, message: monitor.take(rank, receive(rank, message))
     finally:
-        station.close_now()
+        monitor.close_now()
 
 
 def _finish(started: Started, on_message: OnMessage | None) -> LaunchResult:

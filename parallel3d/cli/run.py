@@ -21,10 +21,10 @@ from parallel3d.config import RunConfig, load_config, locate
 from runtime.errors import ConfigError
 
 if TYPE_CHECKING:
+    from monitoring.messages import RunStep
     from parallel3d.cli.run_text import LiveLine
     from parallel3d.planning.preflight import Locate
     from parallel3d.runs.lifecycle import RunLifecycle
-    from parallel3d.runs.record import RunStep
     from parallel3d.runs.supervised import Run
     from runtime.environment import RankEnvironment
 

@@ -11,12 +11,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from monitoring.events.time_parts import PARTS, TimeParts, mean_of
+from monitoring.events.time_parts import TimeParts, mean_of
 from parallel3d.formatting import json_lines
+from parallel3d.reports import text
 from parallel3d.reports.drawing.words import show_bytes
+from parallel3d.reports.report import ALL_RANKS, TimeRow
 
 if TYPE_CHECKING:
-    from parallel3d.runs.record import RunRecord, RunStep
+    from monitoring.messages import RunStep
+    from parallel3d.runs.record import RunRecord
 
 _REDRAW_SECONDS = 0.1
 _LINE_SECONDS = 1.0
@@ -101,19 +104,13 @@ def describe(record: RunRecord, step: RunStep, bubble: float | None = None) -> l
 
 
 def time_table(record: RunRecord, metrics: Mapping[str, Any]) -> str:
-    """Where each rank's time went, in percent, without parts that took none. Empty before the first step."""
+    """Where each rank's time went, in percent; parts that took none are left out. Empty before the first step."""
     known = [rank for rank in metrics["ranks"] if rank["steps"]]
     if not known:
         return ""
-    each = [TimeParts.of(rank["seconds"]) for rank in known]
-    rows = [(record.name(rank["rank"]), parts.shares()) for rank, parts in zip(known, each, strict=True)]
-    rows += [("all ranks", mean_of(each).shares())] if len(known) > 1 else []
-    shown = [part for part in PARTS if any(shares[part] >= _SHOWN_SHARE for _, shares in rows)]
-    title = "where the time went"
-    width = max(len(title), *(len(name) for name, _ in rows))
-    lines = [f"{title:<{width}}" + "".join(f"{part:>11}" for part in shown)]
-    lines += [f"{name:<{width}}" + "".join(f"{100 * shares[part]:>9.1f} %" for part in shown) for name, shares in rows]
-    return "\n".join(lines)
+    rows = [TimeRow(record.name(rank["rank"]), TimeParts.of(rank["seconds"])) for rank in known]
+    rows += [TimeRow(ALL_RANKS, mean_of([row.parts for row in rows]))] if len(rows) > 1 else []
+    return "\n".join(text.time_table(rows))
 
 
 def _note(record: RunRecord, metrics: Mapping[str, Any]) -> str:

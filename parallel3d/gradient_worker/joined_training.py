@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from monitoring.messages import RunStep
 from parallel3d.config import RunConfig
 from parallel3d.config.errors import problem_of_key
 from parallel3d.data import Batch, make_dataset
@@ -26,7 +27,6 @@ from parallel3d.pipeline.schedules.build import build
 from parallel3d.pipeline.schedules.gpipe import gpipe_of_stages
 from parallel3d.pipeline.schedules.table import Table
 from parallel3d.rank_mesh import alone
-from parallel3d.runs.record import RunStep
 from parallel3d.seeding import seed_from_now_on, seed_of
 from parallel3d.training.rank_model import RankModel
 from runtime.gradient_server.client.protocol import Share, ShareChanged

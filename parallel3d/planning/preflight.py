@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from parallel3d.config.errors import ConfigProblems, Place, problem_of_key
 from parallel3d.config.sections import GptModel, LlamaModel, RunConfig
 from parallel3d.planning.blueprint import Blueprint, draw, table_of
-from parallel3d.runs.record import ModelFacts
 from runtime.errors import ConfigError, InvalidCall
 
 Locate = Callable[[str], Place]
 """From a key to the place of its value, as errors name it; "" is the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known of the model before ranks start."""
+
+    parameters: int = 0
+    flops_per_token: float = 0.0
+    """Forward and backward."""
 
 
 def nowhere(key: str) -> Place:

@@ -7,9 +7,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from monitoring.analysis.facts import Status
 from monitoring.http.page import Feed
-from parallel3d.reports.run_reader import load_run
-from parallel3d.runs.record import Status
+from parallel3d.reports.run_reader import read_run
+from parallel3d.reports.snapshot import Snapshot
 from runtime.errors import InvalidCall
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ _LOOK_SECONDS = 1.0
 _MOST_OF_THE_TIME = 0.05
 """That reading may take: the file of a long run is read less often, as its ranks need the cores."""
 _FILES = ("events.jsonl", "metrics.json")
-_WITH_HISTORY = ("steps", "log")
 
 
 class FolderView:
@@ -28,7 +28,7 @@ class FolderView:
     def __init__(
         self,
         folder: Path,
-        load: Callable[[Path], dict[str, Any]] = load_run,
+        load: Callable[[Path], Snapshot] = lambda folder: read_run(folder).snapshot(),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._folder, self._load, self._clock = folder, load, clock
@@ -43,14 +43,14 @@ class FolderView:
     @property
     def is_live(self) -> bool:
         """Its run goes on without a page of its own."""
-        return bool(self._run["run"]["status"] == Status.RUNNING)
+        return self._run.run.status == Status.RUNNING
 
     def snapshot(self) -> dict[str, Any]:
-        return self._run
+        return self._run.to_json()
 
     def state(self) -> dict[str, Any]:
         """What has no history."""
-        return {key: value for key, value in self._run.items() if key not in _WITH_HISTORY}
+        return self._run.state_json()
 
     async def watch(self, seconds: float = _LOOK_SECONDS) -> None:
         """Until the run has ended: whoever looks at it loads what is new."""
@@ -69,7 +69,7 @@ class FolderView:
             run = await asyncio.to_thread(self._load, self._folder)
         except InvalidCall:  # it is being removed
             return
-        if stamps != self._seen or run["run"] != self._run["run"]:
+        if stamps != self._seen or run.run != self._run.run:
             self._seen, self._run = stamps, run
             self._feed.put("reset", {})
             self._feed.changed()

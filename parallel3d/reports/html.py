@@ -7,20 +7,34 @@ from datetime import UTC, datetime
 from typing import Any
 
 from monitoring.events.time_parts import MEANINGS, PARTS, TimeParts
-from monitoring.report import AXES, EFFICIENCY_MEANINGS, Report, parts_of, remainder_share
 from parallel3d.pipeline.simulation.measured import compare
 from parallel3d.reports.drawing.charts import line_chart, stacked_chart
 from parallel3d.reports.drawing.frame import html_page, html_table, safe
 from parallel3d.reports.drawing.lanes import lanes_of, lanes_of_measured
 from parallel3d.reports.drawing.picture import draw
-from parallel3d.reports.drawing.svg import to_svg
-from parallel3d.reports.drawing.words import count, percent, plain
-from parallel3d.reports.html_style import COLOURS, STYLE
-from parallel3d.reports.report_words import WHOLE, facts, milliseconds, remedy, show_bytes
-from parallel3d.reports.run_reader import MOST_STEPS, FinishedRun, rank_name, thinned
+from parallel3d.reports.drawing.svg import MONO, SANS, to_svg
+from parallel3d.reports.drawing.words import count, percent, plain, show_bytes
+from parallel3d.reports.report import AXES, EFFICIENCY_MEANINGS, Report, remainder_share, time_rows
+from parallel3d.reports.run_reader import FinishedRun
+from parallel3d.reports.snapshot import RankInfo, thinned
+from parallel3d.reports.text import WHOLE, facts, milliseconds, remedy
 from runtime.errors import InvalidCall
 
 _LOG_LINES = 100
+# Told apart by people who see fewer colours too.
+COLOURS = {
+    "compute": "#62a8ea",
+    "tp_comm": "#e58fbc",
+    "pp_comm": "#f2a93b",
+    "dp_comm": "#4cc29a",
+    "bubble": "#d9dee6",
+    "straggler": "#c2413b",
+    "data": "#e2725b",
+    "optimizer": "#a993e8",
+    "checkpoint": "#8a6d3b",
+    "other": "#b3bac5",
+}
+assert tuple(COLOURS) == PARTS
 
 
 def to_page(run: FinishedRun) -> str:
@@ -42,11 +56,11 @@ def to_page(run: FinishedRun) -> str:
         _log(run),
         f"<h2>Configuration</h2>\n<pre>{safe(run.config_text)}</pre>" if run.config_text else "",
     )
-    return html_page(name, "\n".join(section for section in sections if section), STYLE)
+    return html_page(name, "\n".join(section for section in sections if section), _STYLE)
 
 
 def _error(report: Report) -> str:
-    error = report.run["error"]
+    error = report.run.error
     if error is None:
         return ""
     told = "".join(f"<p>{safe(text)}</p>" for text in (str(error["message"]), *error["notes"]))
@@ -56,8 +70,8 @@ def _error(report: Report) -> str:
 
 def _facts(report: Report) -> str:
     pairs = [*facts(report)]
-    wanted = f" of {report.run['steps']:,}" if type(report.run["steps"]) is int else ""
-    pairs.append(("steps", f"{report.totals['steps']:,}{wanted}"))
+    wanted = f" of {report.run.steps:,}" if type(report.run.steps) is int else ""
+    pairs.append(("steps", f"{report.totals.steps:,}{wanted}"))
     if report.statistics is not None:
         pairs.append(("a step", milliseconds(report.statistics.mean)))
     if memory := report.memory:
@@ -73,7 +87,7 @@ def _charts(run: FinishedRun) -> str:
         for step in run.steps
         if step["tokens"] is not None and (step["seconds"] or 0) > 0
     ]
-    known = thinned([step for step in run.counted if step["parts"] is not None], MOST_STEPS)
+    known = thinned([step for step in run.counted if step["parts"] is not None])
     layers = {part: (COLOURS[part], [1e3 * step["parts"][part] for step in known]) for part in PARTS}
     charts = (
         line_chart("Loss", "mean of the batch", loss),
@@ -133,13 +147,8 @@ def _time(run: FinishedRun, report: Report) -> str:
     legend = "".join(
         f'<span><i style="background:{COLOURS[part]}"></i>{safe(part)}: {safe(MEANINGS[part])}</span>' for part in PARTS
     )
-    rows = [
-        (rank_name(rank), parts, rank["remainder_seconds"])
-        for rank in report.ranks
-        if (parts := parts_of(rank)) is not None
-    ]
-    rows += [("all ranks", report.parts, report.remainder)] if len(rows) != 1 else []
-    cells = ((safe(name), _bar(parts), *_shares(parts, remainder)) for name, parts, remainder in rows)
+    rows = time_rows(report)
+    cells = ((safe(row.name), _bar(row.parts), *_shares(row.parts, row.remainder)) for row in rows)
     table = html_table(("", "", *PARTS, "remainder"), cells)
     left_out = f"{count(run.num_warm_up, 'step')} of warm-up are left out." if run.num_warm_up else ""
     return f'<p class="legend">{legend}</p><div class="wide">{table}</div><p class="note">{left_out}</p>'
@@ -167,32 +176,31 @@ def _ranks(report: Report) -> str:
     return f'<h2>Ranks</h2>\n<div class="wide">{html_table(head, rows)}</div>'
 
 
-def _rank(rank: Mapping[str, Any]) -> Iterator[str]:
-    def shown(key: str, form: str, unit: str = "") -> str:
-        value = rank[key]
+def _rank(rank: RankInfo) -> Iterator[str]:
+    def shown(value: Any, form: str, unit: str = "") -> str:
         return format(value, form) + unit if type(value) in (int, float) else ""
 
-    yield rank_name(rank)
-    yield str(rank["host"] or "")
-    yield str(rank["device"] or "")
-    yield shown("parameters", ",")
-    yield percent(rank["bubble"]) if type(rank["bubble"]) is float else ""
-    yield shown("straggler_score", ".2f")
-    yield shown("compute_cpu_seconds", ".2f", " s")
-    yield shown("core_wait_seconds", ".2f", " s")
+    yield rank.name
+    yield rank.host or ""
+    yield rank.device or ""
+    yield shown(rank.parameters, ",")
+    yield percent(rank.bubble) if type(rank.bubble) is float else ""
+    yield shown(rank.straggler_score, ".2f")
+    yield shown(rank.compute_cpu_seconds, ".2f", " s")
+    yield shown(rank.core_wait_seconds, ".2f", " s")
 
 
 def _memory(report: Report) -> str:
     """The most of each rank, and what its memory is for."""
     memory, budget = report.memory, report.memory_budget
-    told = [rank for rank in report.ranks if rank["rank"] in memory]
-    kinds = sorted({kind for rank in told for kind in rank["memory_kinds"]} - {WHOLE})
+    told = [rank for rank in report.ranks if rank.rank in memory]
+    kinds = sorted({kind for rank in told for kind in rank.memory_kinds} - {WHOLE})
     rows = []
     for rank in told:
-        used, of_kinds = memory[rank["rank"]], rank["memory_kinds"]
+        used, of_kinds = memory[rank.rank], rank.memory_kinds
         share = (percent(used / budget),) if budget else ()
         sizes = (show_bytes(of_kinds[kind]) if kind in of_kinds else "" for kind in kinds)
-        rows.append((safe(rank_name(rank)), show_bytes(used), *share, *sizes))
+        rows.append((safe(rank.name), show_bytes(used), *share, *sizes))
     head = ("", "the most", *((f"of {show_bytes(budget)}",) if budget else ()), *map(safe, kinds))
     return f'<h2>Memory</h2>\n<div class="wide">{html_table(head, rows)}</div>' if told else ""
 
@@ -246,3 +254,44 @@ def _clock(moment: Any) -> str:
     if type(moment) not in (int, float) or not 0 <= moment < 1e11:
         return ""
     return f"{datetime.fromtimestamp(moment, UTC):%H:%M:%S} "
+
+
+_STYLE = f"""
+main {{ max-width: 1280px; margin: 0 auto; padding: 24px; }}
+h1 {{ font-size: 22px; }}
+h2 {{ font-size: 16px; margin-top: 32px; }}
+.status, .severity {{ font-size: 13px; font-weight: 600; padding: 2px 10px; border-radius: 10px;
+  background: var(--row); }}
+.status.completed {{ background: #4cc29a; color: #0f1720; }}
+.status.failed, .status.hung, .status.killed, .severity.critical {{ background: var(--critical); color: #ffffff; }}
+.severity.high {{ background: #e2725b; color: #0f1720; }}
+.severity.medium {{ background: #f2a93b; color: #0f1720; }}
+.error {{ border-left: 4px solid var(--critical); padding-left: 14px; }}
+.facts {{ display: flex; flex-wrap: wrap; gap: 8px 36px; margin: 0; }}
+dt {{ color: var(--muted); }}
+dd {{ margin: 0; font-size: 17px; font-variant-numeric: tabular-nums; }}
+.charts {{ display: flex; flex-wrap: wrap; gap: 16px 24px; margin-top: 24px; }}
+.charts figure {{ margin: 0; flex: 1 1 420px; max-width: 628px; }}
+.charts svg {{ width: 100%; height: auto; font: 11px {SANS}; }}
+figure {{ margin: 0; }}
+figcaption {{ font-weight: 600; }}
+.unit, .note {{ color: var(--muted); font-weight: 400; }}
+.grid line {{ stroke: var(--grid); }}
+.grid text {{ fill: var(--muted); }}
+.curve {{ fill: none; stroke: #3b87d1; stroke-width: 1.8; stroke-linejoin: round; }}
+.bottlenecks {{ list-style: none; padding: 0; }}
+.bottlenecks li {{ padding: 10px 0; border-bottom: 1px solid var(--grid); }}
+.bottlenecks p {{ margin: 6px 0 0; }}
+.legend {{ display: flex; flex-wrap: wrap; gap: 4px 20px; color: var(--muted); }}
+.legend i {{ display: inline-block; width: 10px; height: 10px; margin-right: 6px; border-radius: 2px; }}
+.wide {{ overflow-x: auto; }}
+.wide th, .wide td {{ white-space: nowrap; }}
+th:first-child, td:first-child, .words td:last-child {{ text-align: left; }}
+.bar {{ display: inline-flex; width: 200px; height: 14px; border-radius: 3px; overflow: hidden;
+  background: var(--row); }}
+.bar i, .gauge i {{ display: block; height: 100%; }}
+.gauge {{ display: inline-block; width: 160px; height: 10px; margin-right: 12px; border-radius: 5px; overflow: hidden;
+  background: var(--row); }}
+.gauge i {{ background: #4cc29a; }}
+pre {{ background: var(--row); padding: 14px; border-radius: 6px; overflow-x: auto; font: 12px/1.5 {MONO}; }}
+"""

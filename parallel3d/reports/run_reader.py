@@ -1,4 +1,4 @@
-"""What a run's folder tells, also of a run that was killed and left half of it: everything as values of JSON."""
+"""Reads a run's folder, also that of a run that was killed and left half of it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from monitoring.analysis.facts import Status
 from monitoring.analysis.totals import WARM_UP
 from monitoring.events.time_parts import PARTS
-from monitoring.report import Report, make_report
 from parallel3d.config.yaml_positions import LARGEST_FILE, parse_yaml
 from parallel3d.pipeline.simulation.measured import Measured
-from parallel3d.reports.pipeline_view import pipeline_view
+from parallel3d.reports.report import Report, make_report
+from parallel3d.reports.snapshot import Json, RankInfo, RunInfo, RunTotals, Snapshot, pipeline_view, thinned
 from parallel3d.reports.untrusted_files import open_regular, read_bounded, unzip_bounded
-from parallel3d.runs.record import Status
-from runtime.errors import ConfigError, Coords, InvalidCall, name_rank
+from runtime.errors import ConfigError, InvalidCall
 
 KILLED = "killed"
 """The status of a run whose process is gone, but did not say so."""
-MOST_STEPS = 2000
 MOST_LOG_LINES = 1000
 _MOST_BYTES = 1 << 30  # of a JSON file: ten million steps
 _MOST_TRACE_BYTES = 256 << 20  # unzipped: some steps of hundreds of ranks
@@ -41,14 +40,6 @@ _RANK_NUMBERS = (
     "core_wait_seconds",
 )
 _STEP_KEYS = ("loss", "grad_norm", "learning_rate", "tokens", "seconds")
-
-Json = dict[str, Any]
-T = TypeVar("T")
-
-
-def load_run(folder: str | Path) -> Json:
-    """The snapshot of a run, as its live page shows it. Raises InvalidCall where the folder is no run's."""
-    return read_run(folder).snapshot()
 
 
 @dataclass(slots=True)
@@ -109,21 +100,21 @@ class FinishedRun:
         value = _objects(self.config.get(group)).get(key)
         return value if isinstance(value, str) else _number(value)
 
-    def ranks(self) -> list[Json]:
+    def ranks(self) -> list[RankInfo]:
         """In order; empty where the run did not come to its end."""
         return [_rank(row) for row in _rows(self.metrics.get("ranks"))]
 
-    def totals(self) -> Json:
+    def totals(self) -> RunTotals:
         seconds = sum(step["seconds"] or 0.0 for step in self.counted)
         tokens = sum(step["tokens"] or 0 for step in self.counted)
-        return {
-            "steps": len(self.steps),
-            "tokens": sum(step["tokens"] or 0 for step in self.steps),
-            "tokens_per_second": tokens / seconds if seconds > 0 else 0.0,
-            "step_seconds": seconds / len(self.counted) if self.counted else None,
-            "mfu": _number(self.metrics.get("mfu")),
-            "final_loss": self.steps[-1]["loss"] if self.steps else None,
-        }
+        return RunTotals(
+            steps=len(self.steps),
+            tokens=sum(step["tokens"] or 0 for step in self.steps),
+            tokens_per_second=tokens / seconds if seconds > 0 else 0.0,
+            step_seconds=seconds / len(self.counted) if self.counted else None,
+            mfu=_number(self.metrics.get("mfu")),
+            final_loss=self.steps[-1]["loss"] if self.steps else None,
+        )
 
     def last_step(self) -> tuple[int, Measured] | None:
         """The last step's number and its pipeline, where that has more than one stage."""
@@ -140,34 +131,34 @@ class FinishedRun:
     def schedule(self) -> str:
         return str(self.setting("pipeline", "schedule") or "run")
 
-    def facts(self) -> Json:
-        """The `run` of its snapshot."""
+    def info(self) -> RunInfo:
         mesh = self.mesh
         error = self.metrics.get("error") or self.marks.get("failed")
-        return {
-            "run_id": self.run_id,
-            "status": self.status,
-            "started": self.first_time,
-            "world_size": math.prod(mesh.values()),
-            "mesh": mesh,
-            "model": self.setting("model", "factory"),
-            "parameters": _number(self.metrics.get("parameters")),
-            "schedule": self.setting("pipeline", "schedule"),
-            "microbatches": self.setting("pipeline", "microbatches"),
-            "steps": self.setting("train", "steps"),
-            "error": _error(error) if isinstance(error, dict) else None,
-        }
+        return RunInfo(
+            run_id=self.run_id,
+            status=self.status,
+            started=self.first_time,
+            world_size=math.prod(mesh.values()),
+            mesh=mesh,
+            model=self.setting("model", "factory"),
+            parameters=_number(self.metrics.get("parameters")),
+            schedule=self.setting("pipeline", "schedule"),
+            microbatches=self.setting("pipeline", "microbatches"),
+            steps=self.setting("train", "steps"),
+            error=_error(error) if isinstance(error, dict) else None,
+        )
 
-    def snapshot(self) -> Json:
-        return {
-            "run": self.facts(),
-            "totals": self.totals(),
-            "steps": thinned(self.steps, MOST_STEPS),
-            "ranks": self.ranks(),
-            "bottlenecks": self.bottlenecks,
-            "pipeline": self.pipeline(),
-            "log": self.log,
-        }
+    def snapshot(self) -> Snapshot:
+        """As the live page would show the run."""
+        return Snapshot(
+            run=self.info(),
+            totals=self.totals(),
+            ranks=self.ranks(),
+            bottlenecks=self.bottlenecks,
+            pipeline=self.pipeline(),
+            steps=thinned(self.steps),
+            log=self.log,
+        )
 
     def report(self) -> Report:
         """What it comes to."""
@@ -181,19 +172,6 @@ class FinishedRun:
             budget if type(budget) is int and budget > 0 else None,
             was_watched="bottlenecks" in self.metrics,
         )
-
-
-def rank_name(rank: Mapping[str, Any]) -> str:
-    """Of an entry of a snapshot's ranks."""
-    coords = rank["coords"]
-    return name_rank(rank["rank"], None if coords is None else Coords(**coords))
-
-
-def thinned(rows: list[T], most: int) -> list[T]:
-    """At most so many, evenly spread, the first and the last among them."""
-    if len(rows) <= most:
-        return rows
-    return [rows[round(place * (len(rows) - 1) / (most - 1))] for place in range(most)]
 
 
 # Files.
@@ -273,16 +251,17 @@ def _steps_of_metrics(metrics: Json) -> Iterator[Json]:
 # Values: a folder may have been written by an older version, or by somebody's editor.
 
 
-def _rank(row: Json) -> Json:
+def _rank(row: Json) -> RankInfo:
     number, seconds = row.get("rank"), row.get("seconds")
-    return {
-        "rank": number if type(number) is int else -1,
-        "coords": _coords(row.get("coords")),
-        **{key: value if isinstance(value := row.get(key), str) else None for key in ("host", "device")},
+    return RankInfo(
+        rank=number if type(number) is int else -1,
+        coords=_coords(row.get("coords")),
+        memory_kinds={key: size for key, size in _objects(row.get("memory_kinds")).items() if type(size) is int},
+        seconds=_parts(seconds) if isinstance(seconds, dict) else None,
+        host=_text(row.get("host")),
+        device=_text(row.get("device")),
         **{key: _number(row.get(key)) for key in _RANK_NUMBERS},
-        "memory_kinds": {key: size for key, size in _objects(row.get("memory_kinds")).items() if type(size) is int},
-        "seconds": _parts(seconds) if isinstance(seconds, dict) else None,
-    }
+    )
 
 
 def _coords(value: Any) -> dict[str, int] | None:
@@ -305,6 +284,10 @@ def _error(found: Json) -> Json:
 
 def _number(value: Any) -> Any:
     return value if type(value) in (int, float) and abs(value) < _LARGEST_NUMBER else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _objects(value: Any) -> Json:

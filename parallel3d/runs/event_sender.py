@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from base64 import b64encode
 from collections.abc import Callable
 from typing import Protocol
 
 from monitoring.events.events import RECORD_BYTES
 from monitoring.events.recorder import Recorder
+from monitoring.messages import Events
 from parallel3d.data.batches import QueueDepths
 from runtime.control import MAX_MESSAGE_BYTES
 
@@ -74,7 +74,7 @@ class EventSender:
         if not data and dropped == self._dropped:
             return False
         self._dropped = dropped
-        self._listener.send("events", data=b64encode(data).decode(), dropped=dropped)
+        self._listener.send("events", **Events.to_wire(data, dropped))
         return bool(data)
 
     def stop(self) -> None:

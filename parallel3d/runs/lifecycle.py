@@ -18,15 +18,17 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from monitoring.analysis.facts import Status
 from monitoring.events.trace import Span
 from monitoring.http.endpoint import Endpoint
+from monitoring.messages import RunStep, receive
 from parallel3d import exit_codes
 from parallel3d.config import RunConfig
 from parallel3d.planning.preflight import Locate, nowhere
 from parallel3d.runs.endpoint import endpoints, open_endpoint
 from parallel3d.runs.folder import RunFolder, check_run_dir, new_run_id
 from parallel3d.runs.monitor import RunMonitor
-from parallel3d.runs.record import RunError, RunRecord, RunStep, Status, step_event
+from parallel3d.runs.record import RunError, RunRecord
 from process_groups.topology import Topology
 from runtime.control import Message
 from runtime.errors import CommunicationError, DeadlineExceeded, RunFailed, culprit_of, name_rank, notes_of
@@ -98,15 +100,17 @@ class RunLifecycle:
 
     def take(self, rank: int, message: Message) -> RunStep | None:
         """Pass a rank's message to the monitor, the record and `events.jsonl`. Returns the step that it reports."""
+        report = receive(rank, message)
         if self._monitor is not None:
             with suppress(Exception):  # monitoring must not end a run
-                self._monitor.take(rank, message)
-        step = self.record.take(rank, message)
-        if step is not None:
-            self.event("step", **step_event(step))
-            if self._on_step is not None:
-                self._on_step(step)
-        return step
+                self._monitor.take(rank, report)
+        self.record.take(rank, report)
+        if not isinstance(report, RunStep):
+            return None
+        self.event("step", **report.to_json())
+        if self._on_step is not None:
+            self._on_step(report)
+        return report
 
     def event(self, kind: str, **fields: object) -> None:
         """Append a line to `events.jsonl`; ranks without a folder ignore it."""

@@ -5,24 +5,25 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from monitoring.analysis.facts import RunFacts
-from monitoring.assemble import open_station
+from monitoring.assemble import open_monitor
 from monitoring.http.endpoint import Endpoint
 from monitoring.http.service import complain
+from monitoring.messages import Message, Ready
 from parallel3d import __version__
 from parallel3d.config import RunConfig
+from parallel3d.planning.preflight import ModelFacts
 from parallel3d.planning.what_if import PipelinePlanner
 from parallel3d.runs.folder import RunFolder
-from parallel3d.runs.record import ModelFacts, RunRecord, Status
+from parallel3d.runs.record import RunRecord
 from parallel3d.runs.run_log import RunLog
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from monitoring.live.monitor_thread import Station
+    from monitoring.live.monitor_thread import MonitorThread
     from monitoring.live.observer import Observer
 
 SETTLE_SECONDS = 10.0
@@ -35,35 +36,35 @@ class RunMonitor:
     def __init__(self, record: RunRecord, folder: RunFolder, endpoint: Endpoint | None) -> None:
         facts = run_facts(record.config, record.facts, folder.run_id)
         planner, lists_ranks = PipelinePlanner.of_config(record.config), record.config.monitoring.per_rank
-        self._station, self._observer = open_station(facts, endpoint, planner, _page, lists_ranks)
-        self._observer.on_change.append(folder.note)
+        self._monitor, self._observer = open_monitor(facts, endpoint, planner, _page, lists_ranks)
+        self._observer.changes.subscribe(folder.note)
         log = RunLog(self._observer)
-        self._observer.on_change.append(log.note)
-        self._station.on_status.append(log.note_status)
-        self._station.set_status(record.status)
+        self._observer.changes.subscribe(log.note)
+        self._monitor.on_status.append(log.note_status)
+        self._monitor.set_status(record.status)
         self._record = record
         self._has_frozen = False
 
-    def take(self, rank: int, message: Mapping[str, Any]) -> None:
+    def take(self, rank: int, message: Message | None) -> None:
         """Pass on a rank's message; never waits."""
-        if message.get("kind") == "ready" and rank == 0 and not self._has_frozen:
+        if isinstance(message, Ready) and rank == 0 and not self._has_frozen:
             # Otherwise the garbage collector, walking all objects again and again, would cost as much as monitoring.
             gc.collect()
             gc.freeze()
             self._has_frozen = True
-        self._station.take(rank, message)
+        self._monitor.take(rank, message)
 
     @property
     def bubble(self) -> float | None:
         """Mean over ranks, of the latest analysed step; None before the first."""
-        return self._observer.bubble
+        return self._observer.analysis.bubble
 
     async def settle(self) -> None:
         """Analyse the remaining messages, put the summary into the record, and show the run's status on the page."""
         record = self._record
-        self._station.set_status(record.status, record.error.message if record.error is not None else "")
+        self._monitor.set_status(record.status, record.error.message if record.error is not None else "")
         try:
-            record.observed = await asyncio.wait_for(self._station.settle(self._conclude), SETTLE_SECONDS)
+            record.observed = await asyncio.wait_for(self._monitor.settle(self._conclude), SETTLE_SECONDS)
         except TimeoutError:
             pass
         except Exception:  # a bug of the monitor must not cost the rest of the folder
@@ -76,7 +77,7 @@ class RunMonitor:
     async def linger(self, hurry: asyncio.Event) -> None:
         """Wait until a failed run is scraped once more, because its counters rise only now; or until `hurry`."""
         seconds = self._record.config.monitoring.linger_seconds
-        if self._record.status not in (Status.FAILED, Status.HUNG) or not seconds:
+        if not self._record.status.is_broken or not seconds:
             return
         waits = [asyncio.create_task(self._scraped()), asyncio.create_task(hurry.wait())]
         await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -85,7 +86,7 @@ class RunMonitor:
 
     async def _scraped(self) -> None:
         """The next scrape, if there was one before."""
-        scrape = await self._station.settle(self._station.scrapes.next)
+        scrape = await self._monitor.settle(self._monitor.scrapes.next)
         if scrape is not None:
             await asyncio.wrap_future(scrape)
 
@@ -93,14 +94,14 @@ class RunMonitor:
         """Stop the thread, and answer no more requests."""
         if self._has_frozen:
             gc.unfreeze()
-        await self._station.close()
+        await self._monitor.close()
 
 
-def _page(station: Station, observer: Observer) -> list[web.RouteDef]:
+def _page(monitor: MonitorThread, observer: Observer) -> list[web.RouteDef]:
     """Called in the monitor's thread, so that importing the page does not delay the run."""
     from parallel3d.reports.live_page import page_of
 
-    return page_of(station, observer)
+    return page_of(monitor, observer)
 
 
 def run_facts(config: RunConfig, model: ModelFacts, run_id: str) -> RunFacts:

@@ -4,51 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 from monitoring.analysis.device_peaks import utilization
+from monitoring.analysis.facts import Status
 from monitoring.analysis.totals import WARM_UP
-from monitoring.checks import number, or_null, text, whole_number
+from monitoring.checks import or_null
 from monitoring.events.time_parts import NO_TIME, TimeParts
+from monitoring.messages import Joined, Memory, Message, Ready, RunStep
 from parallel3d.config import RunConfig
+from parallel3d.planning.preflight import ModelFacts
 from runtime.errors import Coords, name_rank
-
-
-class Status(StrEnum):
-    """How a run is, or ended."""
-
-    RUNNING = "running"
-    COMPLETED = "completed"
-    """All steps were made."""
-    STOPPED = "stopped"
-    """By whoever started it, after a whole step."""
-    INTERRUPTED = "interrupted"
-    FAILED = "failed"
-    HUNG = "hung"
-    """Nobody failed, but a rank did not come in time."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunStep:
-    """One step of the whole mesh."""
-
-    step: int
-    """From 0."""
-    loss: float
-    """The mean over the whole batch."""
-    grad_norm: float
-    """Of all gradients together, before they were clipped."""
-    learning_rate: float
-    tokens: int
-    """Of the whole batch."""
-    seconds: float
-    """From the end of the step before, so waiting for data is part of it."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        """The whole mesh's."""
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +58,6 @@ class RankTotals:
     """Numbers that it trains."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What is known of the model before ranks start."""
-
-    parameters: int = 0
-    flops_per_token: float = 0.0
-    """Forward and backward."""
-
-
 @dataclass(slots=True)
 class RunRecord:
     """Fed with ranks' messages; what they send is checked, for a rank may send anything."""
@@ -110,53 +67,33 @@ class RunRecord:
     status: Status = Status.RUNNING
     error: RunError | None = None
     steps: list[RunStep] = field(default_factory=list)
-    bandwidths: list[float] = field(default_factory=list)
-    """Of the gradients' all-reduce, in 10^9 bytes a second, one for each step that had one."""
     ranks: dict[int, RankTotals] = field(default_factory=dict)
     observed: Mapping[str, Any] = field(default_factory=dict)
     """What the run's observer made of its ranks' events, as `Observer.summary` gives it; empty before the end, and
     where nobody looked."""
-    malformed: int = 0
 
-    def take(self, rank: int, message: Mapping[str, Any]) -> RunStep | None:
-        """One message; a step once rank 0 has told of it."""
-        try:
-            return self._take(rank, message)
-        except (KeyError, TypeError, ValueError):
-            self.malformed += 1
-            return None
-
-    def _take(self, rank: int, message: Mapping[str, Any]) -> RunStep | None:
-        match message["kind"]:
-            case "mesh":
-                self._rank(rank).coords = Coords(*map(whole_number, message["coords"]))
-            case "ready":
-                self._rank(rank).device = text(message["device"])
-                self._rank(rank).parameters = whole_number(message["parameters"])
-            case "memory":
-                self._rank(rank).memory = max(whole_number(message["bytes"]), self._rank(rank).memory or 0)
-            case "step" if rank == 0:
-                return self._take_step(message)
-        return None
-
-    def _take_step(self, message: Mapping[str, Any]) -> RunStep:
-        step = RunStep(
-            step=whole_number(message["step"]),
-            loss=number(message["loss"]),
-            grad_norm=number(message["grad_norm"]),
-            learning_rate=number(message["learning_rate"]),
-            tokens=whole_number(message["tokens"]),
-            seconds=number(message["seconds"]),
-        )
-        bandwidth = message["bandwidth"]
-        self.bandwidths += [] if bandwidth is None else [number(bandwidth)]
-        self.steps.append(step)
-        return step
+    def take(self, rank: int, message: Message | None) -> None:
+        """One message; those that are not about a rank or a step change nothing."""
+        match message:
+            case RunStep():
+                self.steps.append(message)
+            case Joined():
+                self._rank(rank).coords = Coords(message.dp, message.tp, message.pp)
+            case Ready():
+                self._rank(rank).device, self._rank(rank).parameters = message.device, message.parameters
+            case Memory():
+                self._rank(rank).memory = max(message.process, self._rank(rank).memory or 0)
 
     def _rank(self, rank: int) -> RankTotals:
         return self.ranks.setdefault(rank, RankTotals())
 
     # What follows from it.
+
+    @property
+    def bandwidths(self) -> list[float]:
+        """Of the gradients' all-reduce, in 10^9 bytes a second, one for each step that had one."""
+        found = (step.all_reduce_bandwidth for step in self.steps)
+        return [bandwidth for bandwidth in found if bandwidth is not None]
 
     @property
     def num_warm_up(self) -> int:
@@ -252,15 +189,3 @@ _RANK_UNOBSERVED = {
     "core_wait_seconds": 0.0,
 }
 """What `metrics.json` has where nobody watched, or no step was made."""
-
-
-def step_event(step: RunStep) -> dict[str, Any]:
-    """The fields of a step in `events.jsonl`."""
-    return {
-        "step": step.step,
-        "loss": or_null(step.loss),
-        "grad_norm": or_null(step.grad_norm),
-        "learning_rate": step.learning_rate,
-        "tokens": step.tokens,
-        "seconds": step.seconds,
-    }

@@ -1,4 +1,4 @@
-"""What a run itself logs: its start and its end, slow ranks, bottlenecks. All in the station's thread."""
+"""What a run itself logs: its start and its end, slow ranks, bottlenecks. All in the monitor thread."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
+from monitoring.analysis.facts import Status
 from runtime.log_settings import LogFormat, log_format
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
 _SERIOUS = ("high", "critical")
-_BROKEN = ("failed", "hung")
 
 
 class Notes(Protocol):
@@ -77,7 +77,7 @@ class RunLog:
             self._has_started = True
             self._note("info", "the run started")
         if status != "running":
-            level = "error" if status in _BROKEN else "info"
+            level = "error" if Status(status).is_broken else "info"
             self._note(level, "the run ended", status=str(status), **_known({"error": error or None}))
 
 

@@ -14,11 +14,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from monitoring.analysis.facts import Status
+from monitoring.messages import RunStep
 from parallel3d.config import RunConfig, load_config, locate
-from parallel3d.planning.preflight import Locate, check_before_start, nowhere
+from parallel3d.planning.preflight import Locate, ModelFacts, check_before_start, nowhere
 from parallel3d.runs.commands import CommandSender, check_learning_rate
 from parallel3d.runs.lifecycle import RunLifecycle
-from parallel3d.runs.record import ModelFacts, RunError, RunStep, Status
+from parallel3d.runs.record import RunError
 from runtime.control import Message
 from runtime.errors import InvalidCall, LaunchError
 from runtime.launch.launch import Launch

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+from monitoring.analysis.facts import Status
 from monitoring.events.trace import Span
 from parallel3d.rank_mesh import Mesh
 from parallel3d.runs.commands import Command
 from parallel3d.runs.lifecycle import RunLifecycle
 from parallel3d.runs.rank_exchange import Outbox, ReportGathering, clock_offset, gather_json, read_messages
 from parallel3d.runs.rank_loop import LastSteps, MakeCoordinator, train
-from parallel3d.runs.record import Status
 from process_groups.topology import Topology
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from monitoring.analysis.totals import WARM_UP
 from monitoring.events.time_parts import MEANINGS, NO_TIME, TimeParts, mean_of
+from monitoring.messages import RunStep
 from parallel3d.pipeline.pipeline_pass import TimedAction
 from parallel3d.pipeline.schedules.actions import RECEIVES, SENDS
 from parallel3d.training.step_events import Span, StepMoments
@@ -18,19 +19,9 @@ _LATEST = 1000  # steps that performance is about
 
 
 @dataclass(frozen=True, slots=True)
-class TrainStep:
-    """One step of one rank; loss, norm, learning rate and tokens are the whole mesh's."""
+class TrainStep(RunStep):
+    """One step as a rank made it; `seconds` are those of the step alone, without the wait for its batch."""
 
-    step: int
-    """From 0."""
-    loss: float
-    """The mean over the whole batch."""
-    grad_norm: float
-    """Of all gradients of the mesh together, before they were clipped."""
-    learning_rate: float
-    tokens: int
-    """Targets of the whole batch."""
-    seconds: float
     data_seconds: float
     """How long this rank waited for its batch before the step."""
     reduce_seconds: float
@@ -49,9 +40,6 @@ class TrainStep:
     began: float = 0.0
     """The end of the step before, in seconds of time.monotonic."""
     ended: float = 0.0
-    all_reduce_bandwidth: float | None = None
-    """Bus bandwidth in 10⁹ bytes a second: of the gradients' reduction; with a single replica, of tensor-parallel
-    all-reduces. None if there were none."""
 
     @classmethod
     def of(
@@ -79,10 +67,6 @@ class TrainStep:
             ended=whole.end,
             **values,
         )
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
 
     @property
     def pipeline_seconds(self) -> float:

@@ -87,8 +87,8 @@ async def test_a_run_is_scraped_while_it_goes_on_and_leaves_nothing(tmp_path):
         with pytest.raises(aiohttp.ClientConnectorError):
             await get(session, known["metrics"])
     assert endpoints(tmp_path) == run.endpoints == {"run_id": run.run_id, "pid": os.getpid()}
-    stations = [thread.name for thread in threading.enumerate() if "station" in thread.name]
-    assert (stations, threading.active_count() - threads <= 2) == ([], True)  # asyncio keeps threads of its own
+    threads_left = [thread.name for thread in threading.enumerate() if "parallel3d-monitor" in thread.name]
+    assert (threads_left, threading.active_count() - threads <= 2) == ([], True)  # asyncio keeps threads of its own
 
 
 @pytest.mark.slow
@@ -171,7 +171,7 @@ async def test_a_port_that_is_taken_starts_nothing(tmp_path):
 async def test_a_run_that_is_not_watched(tmp_path):
     async with asyncio.timeout(SECONDS), stand_in_run(config_of(tmp_path, 3, **{"monitoring.enabled": False})) as run:
         assert run.endpoints.keys() == {"run_id", "pid"}
-        assert not [thread for thread in threading.enumerate() if "station" in thread.name]
+        assert not [thread for thread in threading.enumerate() if "parallel3d-monitor" in thread.name]
         summary = await run.summary()
     assert summary.losses == (10.0, 9.0, 8.0)
 

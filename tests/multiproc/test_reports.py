@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.reports.run_reader import load_run
 from tests.support.made_once import made_once
 from tests.support.processes import Started, write_script
+from tests.support.run_folders import shown
 
 OWN = """
 import torch
@@ -67,14 +67,14 @@ def parallel3d(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_ranks_lines_are_in_the_folder_with_their_place(runs):
-    log = [line for line in load_run(runs / "two")["log"] if line.get("logger") == "model"]
+    log = [line for line in shown(runs / "two")["log"] if line.get("logger") == "model"]
     found = {(line["rank"], line["coords"]["dp"], line["step"]) for line in log}
     assert found == {(rank, rank, step) for rank in (0, 1) for step in range(4)}
     assert {(line["event"], line["level"], line["rows"]) for line in log} == {("forward", "info", 2)}
 
 
 def test_data_is_of_the_step_that_it_is_loaded_for(runs):
-    log = [line for line in load_run(runs / "two")["log"] if line.get("logger") == "data" and "step" in line]
+    log = [line for line in shown(runs / "two")["log"] if line.get("logger") == "data" and "step" in line]
     assert {line["step"] for line in log} == set(range(4)), "also one sample before the first step, of none"
     # Step k's batch is samples 4k to 4k + 3, and replica r has two of them.
     assert {line["index"] // 4 - line["step"] for line in log} == {0}
@@ -89,7 +89,7 @@ def test_stderr_has_them_as_json_where_it_is_no_terminal(runs):
 
 
 def test_the_run_logs_its_own_beginning_and_end(runs):
-    said = [line["event"] for line in load_run(runs / "one")["log"] if "rank" not in line]
+    said = [line["event"] for line in shown(runs / "one")["log"] if "rank" not in line]
     assert said[0] == "the run started"
     assert "the run ended" in said
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import parallel3d
+from monitoring.analysis.facts import Status
 from parallel3d.config import RunConfig, load_config
 from parallel3d.reports.run_reader import read_run
 from parallel3d.reports.text import report_text
-from parallel3d.runs.record import Status
 from parallel3d.runs.supervised import Run
 from runtime.errors import ConfigError, Coords, InvalidCall, RunFailed
 from runtime.launch.processes import descendants

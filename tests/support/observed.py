@@ -9,6 +9,9 @@ from monitoring.analysis.facts import Place, RankFacts
 from monitoring.analysis.observations import RankStep, StepTimes
 from monitoring.events.events import COMPUTE, RECORD_BYTES, Event, What, pack_into
 from monitoring.events.time_parts import TimeParts, mean_of
+from monitoring.live.observer import Observer
+from monitoring.messages import receive
+from parallel3d.runs.record import RunRecord
 
 
 def mesh_of(dp: int = 1, tp: int = 1, pp: int = 1, *, num_cores: int = 64, host: str = "a") -> dict[int, RankFacts]:
@@ -56,6 +59,11 @@ def encoded(events: Iterable[Event]) -> str:
 
 def events_message(events: Iterable[Event], dropped: int = 0) -> dict[str, object]:
     return {"kind": "events", "data": encoded(events), "dropped": dropped}
+
+
+def report(to: Observer | RunRecord, rank: int, message: Mapping[str, object]) -> None:
+    """A rank's message, as the control channel carries it."""
+    to.take(rank, receive(rank, message))
 
 
 def rank_step(rank: int, wall: float, cpu: float | None = None, **more) -> RankStep:

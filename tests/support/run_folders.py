@@ -8,6 +8,7 @@ from typing import Any
 
 from monitoring.events.time_parts import PARTS
 from monitoring.events.trace import ACTIONS, Span, chrome_trace, to_bytes
+from parallel3d.reports.run_reader import read_run
 
 RUN_ID = "20250102-030405-abcd"
 STARTED = 1735786800.0
@@ -32,6 +33,11 @@ pipeline: {schedule: 1f1b, microbatches: 2}
 memory: {budget: 1073741824}
 train: {steps: 9, batch_size: 4}
 """
+
+
+def shown(folder: Path) -> dict[str, Any]:
+    """What the page of such a run would show."""
+    return read_run(folder).snapshot().to_json()
 
 
 def parts_of(seconds: float) -> dict[str, float]:

@@ -34,7 +34,7 @@ SCRIPT = str(Path(__file__).with_name("stand_in_rank.py"))
 
 def stand_in_run(config: RunConfig, **options: Any) -> Run:
     """A run whose ranks have this coordinator."""
-    from parallel3d.runs.record import ModelFacts
+    from parallel3d.planning.preflight import ModelFacts
 
     return Run(config, facts=ModelFacts(parameters=12), target=Target(SCRIPT), **options)
 

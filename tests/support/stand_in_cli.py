@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import parallel3d.runs.supervised
 from parallel3d.cli.main import main
-from parallel3d.runs.record import ModelFacts
+from parallel3d.planning.preflight import ModelFacts
 from runtime.launch.script import Target
 from tests.support.stand_in import SCRIPT
 

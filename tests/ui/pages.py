@@ -20,7 +20,7 @@ _SECONDS = 30.0
 
 
 class PageServer:
-    """Serves a run as stations do: in a thread of its own, behind the token."""
+    """Serves a run as a monitor thread does: in a thread of its own, behind the token."""
 
     def __init__(self, run: SyntheticRun, port: int | None = None) -> None:
         self.run = run

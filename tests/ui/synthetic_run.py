@@ -15,7 +15,7 @@ from monitoring.http.page.feed import Pace
 from parallel3d.pipeline.schedules.build import build
 from parallel3d.pipeline.simulation import Costs, simulate
 from parallel3d.pipeline.simulation.measured import Measured
-from parallel3d.reports.pipeline_view import pipeline_view
+from parallel3d.reports.snapshot import pipeline_view
 
 _SHARES = {
     "compute": 0.585,

@@ -454,10 +454,9 @@ class TestLooks:
 
 
 def test_the_snapshot_in_these_tests_has_the_form_of_a_finished_run(tmp_path):
-    from parallel3d.reports.run_reader import load_run
-    from tests.support.run_folders import write_run
+    from tests.support.run_folders import shown, write_run
 
-    ours, theirs = SyntheticRun(), load_run(write_run(tmp_path / "run"))
+    ours, theirs = SyntheticRun(), shown(write_run(tmp_path / "run"))
     ours.advance(1)
     told = json.loads(json.dumps(ours.snapshot()))
     assert told.keys() == theirs.keys()

@@ -7,10 +7,13 @@ import json
 
 import pytest
 
+from monitoring.analysis.facts import Status
 from parallel3d.cli.run_text import LiveLine, print_summary, summary, time_table
 from parallel3d.config import load_config
+from parallel3d.planning.preflight import ModelFacts
 from parallel3d.reports.drawing.words import show_bytes
-from parallel3d.runs.record import ModelFacts, RunError, RunRecord, Status
+from parallel3d.runs.record import RunError, RunRecord
+from tests.support.observed import report
 from tests.unit.runs.test_record import step_message, watch
 
 
@@ -34,7 +37,8 @@ def record() -> RunRecord:
 
 
 def show(line: LiveLine, record: RunRecord, step: int) -> None:
-    told = record.take(0, step_message(step, loss=2.5))
+    report(record, 0, step_message(step, loss=2.5))
+    told = record.steps[-1]
     assert told is not None
     line.show(record, told, bubble=0.25)
 
@@ -102,8 +106,8 @@ def test_no_step_no_line():
 def test_mfu_and_memory_are_shown_when_known(record):
     record.facts = ModelFacts(1, 1e12)
     for rank in (0, 1):
-        record.take(rank, {"kind": "ready", "device": "NVIDIA A100", "parameters": 1})
-    record.take(0, {"kind": "memory", "bytes": 3 << 29})
+        report(record, rank, {"kind": "ready", "device": "NVIDIA A100", "parameters": 1})
+    report(record, 0, {"kind": "memory", "bytes": 3 << 29})
     stream = io.StringIO()
     show(LiveLine(stream, {}, 80, Clock()), record, 0)
     assert "MFU 512.8 %" in stream.getvalue()
@@ -114,9 +118,9 @@ def test_mfu_and_memory_are_shown_when_known(record):
 def test_the_end(record, capsys):
     assert time_table(record, record.metrics()) == ""
     for rank in (0, 1):
-        record.take(rank, {"kind": "mesh", "coords": [0, 0, rank]})
+        report(record, rank, {"kind": "mesh", "coords": [0, 0, rank]})
         for step in range(3):
-            record.take(rank, step_message(step, loss=4.0 - step))
+            report(record, rank, step_message(step, loss=4.0 - step))
     record.status = Status.COMPLETED
     watch(record)
     assert summary(record, "runs/id", record.metrics()).splitlines() == [
@@ -143,14 +147,14 @@ def test_a_failure_is_said_again_below_the_table(record):
     record.error = RunError("rank 1 failed: ValueError: no", 1, notes=("Layer 3.",))
     record.status = Status.FAILED
     assert "ValueError" not in summary(record, "runs/id", record.metrics())  # it stands right above
-    record.take(0, step_message(0))
+    report(record, 0, step_message(0))
     lines = summary(record, "runs/id", record.metrics()).splitlines()
     assert lines[-5:-1] == ["", "rank 1 failed: ValueError: no", "Layer 3.", ""]
 
 
 def test_parts_that_do_not_add_up_and_bottlenecks_are_told(record):
-    record.take(0, {"kind": "mesh", "coords": [0, 0, 0]})
-    record.take(0, step_message(0))
+    report(record, 0, {"kind": "mesh", "coords": [0, 0, 0]})
+    report(record, 0, step_message(0))
     watch(record, 1)
     record.observed["ranks"][0]["remainder_seconds"] = -0.05
     found = {"severity": "high", "message": "rank 0 waits.", "remedy": "Load ahead.", "gain": 0.2}
@@ -169,6 +173,6 @@ def test_parts_that_do_not_add_up_and_bottlenecks_are_told(record):
 
 
 def test_a_run_that_nobody_watched_has_no_table(record):
-    record.take(0, {"kind": "mesh", "coords": [0, 0, 0]})
-    record.take(0, step_message(0))
+    report(record, 0, {"kind": "mesh", "coords": [0, 0, 0]})
+    report(record, 0, step_message(0))
     assert len(summary(record, "runs/id", record.metrics()).splitlines()) == 3

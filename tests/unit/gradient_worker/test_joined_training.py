@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from monitoring.messages import RunStep
 from parallel3d.config import RunConfig, load_config
 from parallel3d.gradient_worker.joined_training import JoinedTraining
 from parallel3d.gradient_worker.worker import GradientWorker
-from parallel3d.runs.record import RunStep
 from parallel3d.training.coordinator import Coordinator
 from runtime.errors import ConfigError, NonFiniteGradient
 from runtime.gradient_server.client.protocol import ServerRefused

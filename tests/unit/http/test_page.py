@@ -19,7 +19,7 @@ from monitoring.http.page.feed import Pace
 from monitoring.http.page.plain_json import to_text
 from parallel3d.pipeline.schedules.actions import Kind
 from parallel3d.reports.drawing.palette import LETTERS, THEMES, shade
-from parallel3d.reports.html_style import COLOURS
+from parallel3d.reports.html import COLOURS
 from tests.ui.synthetic_run import SyntheticRun, some_bottlenecks
 
 AT_ONCE = Pace(messages=0.0, state=0.0, heartbeat=60.0)

@@ -1,4 +1,4 @@
-"""The station: messages reach the observer in order and off the caller's path, and nothing of it is left behind."""
+"""The monitor thread: messages reach the observer in order off the caller's path, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from prometheus_client.core import GaugeMetricFamily
 
 from monitoring.events.events import RECORD_BYTES
 from monitoring.http.endpoint import Endpoint
-from monitoring.live.monitor_thread import Inbox, Station
+from monitoring.live.monitor_thread import Inbox, MonitorThread
+from monitoring.messages import DataQueue, Events, Joined, LogLine, Message, NonFinite
 from tests.support.processes import SECONDS
+
+BUG = NonFinite(0)
 
 
 class Observer:
     """Notes what it is given and in which thread; may be held up, or fail."""
 
     def __init__(self) -> None:
-        self.taken: list[tuple[int, dict]] = []
+        self.taken: list[tuple[int, Message | None]] = []
         self.threads: set[int] = set()
         self.niceness = 0
         self.go_on = threading.Event()
@@ -31,84 +34,84 @@ class Observer:
         self.threads.add(threading.get_ident())
         self.niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         self.taken.append((rank, message))
-        if message["kind"] == "bug":
+        if message == BUG:
             raise ZeroDivisionError("a bug of ours")
 
 
 async def test_messages_come_in_order_in_a_thread_that_gives_way():
     observer = Observer()
-    station = Station(observer)
-    messages = [(rank, {"kind": "queue", "mean": float(n)}) for n in range(500) for rank in range(3)]
+    monitor = MonitorThread(observer)
+    messages = [(rank, DataQueue(float(n), 2)) for n in range(500) for rank in range(3)]
     for rank, message in messages:
-        station.take(rank, message)
-    assert await station.settle(lambda: list(observer.taken)) == messages
+        monitor.take(rank, message)
+    assert await monitor.settle(lambda: list(observer.taken)) == messages
     assert threading.get_ident() not in observer.threads
     assert observer.niceness == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
-    await station.close()
+    await monitor.close()
 
 
 async def test_messages_are_taken_without_being_asked_for():
     observer = Observer()
     arrived = threading.Event()
-    station = Station(observer)
+    monitor = MonitorThread(observer)
     observer.take = lambda rank, message: arrived.set()
     for _ in range(3):
         arrived.clear()
-        station.take(0, {"kind": "queue"})
+        monitor.take(0, DataQueue(1.0, 2))
         assert arrived.wait(SECONDS)
-    await station.close()
+    await monitor.close()
 
 
 async def test_an_observer_that_hangs_or_fails_holds_nobody_up(capfd):
     observer = Observer()
     observer.go_on.clear()
-    station = Station(observer)
+    monitor = MonitorThread(observer)
     for _ in range(3):
-        station.take(0, {"kind": "bug"})
-    station.take(0, {"kind": "queue"})
+        monitor.take(0, BUG)
+    monitor.take(0, DataQueue(1.0, 2))
     observer.go_on.set()
-    await station.settle(lambda: None)
-    assert [message["kind"] for _, message in observer.taken] == ["bug", "bug", "bug", "queue"]
-    assert station.failures == 3
+    await monitor.settle(lambda: None)
+    assert [message for _, message in observer.taken] == [BUG, BUG, BUG, DataQueue(1.0, 2)]
+    assert monitor.failures == 3
     assert capfd.readouterr().err.count("ZeroDivisionError: a bug of ours") == 1
-    await station.close()
+    await monitor.close()
 
 
-def events(number: int) -> dict[str, object]:
-    return {"kind": "events", "data": base64.b64encode(bytes(number * RECORD_BYTES)).decode(), "dropped": 0}
+def events(number: int) -> Events:
+    return Events(base64.b64encode(bytes(number * RECORD_BYTES)).decode(), 0)
 
 
 def test_the_inbox_forgets_the_oldest_and_counts_what_was_in_them():
     inbox = Inbox(most_bytes=10_000)
-    assert inbox.put(0, {"kind": "mesh"})
+    assert inbox.put(0, Joined(0, 0, 0))
     assert not inbox.put(3, events(60))
     for number in range(1, 4):
         inbox.put(number, events(30))
     assert inbox.lost_messages == 2
-    assert [(rank, message["dropped"]) for rank, message in inbox.get(2)] == [(1, 0), (2, 0)]
-    assert [(rank, message["dropped"]) for rank, message in inbox.get(2)] == [(3, 60)]
+    assert [(rank, message.dropped) for rank, message in inbox.get(2)] == [(1, 0), (2, 0)]
+    assert [(rank, message.dropped) for rank, message in inbox.get(2)] == [(3, 60)]
     assert inbox.get(2) == []
-    assert inbox.put(0, {"kind": "mesh"}), "it is the first that waits, so somebody has to be woken"
+    assert inbox.put(0, Joined(0, 0, 0)), "it is the first that waits, so somebody has to be woken"
 
 
 def test_the_inbox_counts_the_text_of_log_lines_too():
     inbox = Inbox(most_bytes=100_000)
     for number in range(20):
-        inbox.put(0, {"kind": "log", "event": "failed", "number": number, "exception": "x" * 10_000})
+        inbox.put(0, LogLine({"event": "failed", "number": number, "exception": "x" * 10_000}))
     kept = inbox.get(20)
     assert len(kept) + inbox.lost_messages == 20
-    assert [message["number"] for _, message in kept] == list(range(20 - len(kept), 20))
+    assert [message.record["number"] for _, message in kept] == list(range(20 - len(kept), 20))
     assert len(kept) <= 9
 
 
 async def test_the_status_is_told_in_the_thread():
-    station, told = Station(Observer()), []
-    station.on_status.append(lambda *status: told.append((*status, threading.current_thread().name)))
-    station.set_status("failed", "rank 1 was killed")
-    await station.settle(lambda: None)
-    assert told == [("failed", "rank 1 was killed", "parallel3d-station")]
-    assert (station.status, station.error) == ("failed", "rank 1 was killed")
-    await station.close()
+    monitor, told = MonitorThread(Observer()), []
+    monitor.on_status.append(lambda *status: told.append((*status, threading.current_thread().name)))
+    monitor.set_status("failed", "rank 1 was killed")
+    await monitor.settle(lambda: None)
+    assert told == [("failed", "rank 1 was killed", "parallel3d-monitor")]
+    assert (monitor.status, monitor.error) == ("failed", "rank 1 was killed")
+    await monitor.close()
 
 
 class OneGauge:
@@ -121,11 +124,11 @@ def test_it_serves_from_the_beginning_and_leaves_nothing():
 
     def open_and_close() -> None:
         endpoint = Endpoint.open("127.0.0.1", None)
-        station = Station(Observer(), endpoint=endpoint, make_app=lambda station: make_app(endpoint, OneGauge()))
+        monitor = MonitorThread(Observer(), endpoint=endpoint, make_app=lambda monitor: make_app(endpoint, OneGauge()))
         with urllib.request.urlopen(endpoint.url("/metrics"), timeout=SECONDS) as answer:
             assert "parallel3d_answer 42.0" in answer.read().decode()
         url = endpoint.url("/metrics")
-        station.close_now()
+        monitor.close_now()
         with pytest.raises(OSError, match="refused"):
             urllib.request.urlopen(url, timeout=SECONDS)
 
@@ -139,14 +142,14 @@ def test_it_serves_from_the_beginning_and_leaves_nothing():
 def test_it_can_be_closed_while_it_begins_to_serve(capfd):
     from monitoring.http.server import make_app
 
-    def no_app(station):
+    def no_app(monitor):
         raise OSError("no application")
 
     for fails in (True, False):
         endpoint = Endpoint.open("127.0.0.1", None)
         app = make_app(endpoint, OneGauge())
-        make = no_app if fails else lambda station, app=app: app
-        Station(Observer(), endpoint=endpoint, make_app=make).close_now()
+        make = no_app if fails else lambda monitor, app=app: app
+        MonitorThread(Observer(), endpoint=endpoint, make_app=make).close_now()
         assert endpoint.listener.fileno() == -1
-    assert "parallel3d-station" not in [thread.name for thread in threading.enumerate()]
+    assert "parallel3d-monitor" not in [thread.name for thread in threading.enumerate()]
     assert capfd.readouterr().err.count("OSError: no application") == 1

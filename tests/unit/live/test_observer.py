@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 
 from monitoring.analysis.facts import Place, RunFacts
 from monitoring.analysis.observations import AxisTraffic, Bottleneck, Severity, StageSeconds
-from monitoring.analysis.recent_lag import RecentLag
 from monitoring.analysis.traffic import BOUNDS as CALL_BOUNDS
 from monitoring.analysis.traffic import CallTotals, Traffic
+from monitoring.analysis.window import RecentLag
 from monitoring.events.collectives import CollectiveRecorder
 from monitoring.events.events import STRATEGIES, Axis, What
 from monitoring.events.loop_lag import BOUNDS, LagHistogram
 from monitoring.events.time_parts import PARTS
 from monitoring.live.observer import Observer
-from tests.support.observed import Told, encoded, events_message
+from monitoring.messages import KINDS
+from tests.support.observed import Told, encoded, events_message, report
 
 
 class Clock:
@@ -35,7 +36,7 @@ def observer_of(dp: int = 2, **more) -> Observer:
     """Whose ranks are in their mesh."""
     observer = Observer(RunFacts(world_size=dp, dp=dp), **{"now": Clock(), "clock": Clock(), **more})
     for rank in range(dp):
-        observer.take(rank, {"kind": "mesh", "coords": [rank, 0, 0]})
+        report(observer, rank, {"kind": "mesh", "coords": [rank, 0, 0]})
     return observer
 
 
@@ -53,18 +54,18 @@ def make_step(observer: Observer, step: int, computes: tuple[float, ...] = (0.3,
     """All ranks end it together."""
     for rank, compute in enumerate(computes):
         reduce = max(computes) - compute + 0.1
-        observer.take(rank, events_message(told(step, compute, reduce).done()))
+        report(observer, rank, events_message(told(step, compute, reduce).done()))
 
 
 def test_ranks_introduce_themselves_in_any_order():
     observer = Observer(RunFacts(world_size=2, dp=2))
     ready = {"device": "cpu", "parameters": 7, "host": "a", "num_cores": 8}
-    observer.take(0, {"kind": "ready", **ready})
-    assert observer.ranks == {}
+    report(observer, 0, {"kind": "ready", **ready})
+    assert observer.state.ranks == {}
     for rank in (0, 1):
-        observer.take(rank, {"kind": "mesh", "coords": [rank, 0, 0]})
-    observer.take(1, {"kind": "ready", "device": "NVIDIA A100", "parameters": 9})
-    first, second = observer.ranks[0], observer.ranks[1]
+        report(observer, rank, {"kind": "mesh", "coords": [rank, 0, 0]})
+    report(observer, 1, {"kind": "ready", "device": "NVIDIA A100", "parameters": 9})
+    first, second = observer.state.ranks[0], observer.state.ranks[1]
     assert (first.place, first.host, first.num_cores) == (Place(0, 0, 0), "a", 8)
     assert first.is_cpu
     assert (second.place, second.device, second.parameters, second.is_cpu) == (Place(1, 0, 0), "NVIDIA A100", 9, False)
@@ -72,9 +73,9 @@ def test_ranks_introduce_themselves_in_any_order():
 
 def test_steps_and_their_parts():
     observer, changes = observer_of(), []
-    observer.on_change.append(lambda kind, payload: changes.append((kind, payload)))
-    observer.take(1, step_message(0))  # rank 0 speaks for all
-    observer.take(0, step_message(0))
+    observer.changes.subscribe(lambda kind, payload: changes.append((kind, payload)))
+    report(observer, 1, step_message(0))  # rank 0 speaks for all
+    report(observer, 0, step_message(0))
     assert [change[0] for change in changes] == ["step"]
     assert changes[0][1]["parts"] is None
     make_step(observer, 0, (0.3, 0.2))
@@ -85,69 +86,73 @@ def test_steps_and_their_parts():
     assert payload["stragglers"] == []
     mean = {"compute": 0.25, "dp_comm": 0.1, "straggler": 0.05, "optimizer": 0.05}
     assert payload["parts"] == pytest.approx(dict.fromkeys(PARTS, 0.0) | mean)
-    assert observer.steps[0].parts.to_json() == payload["parts"]
+    assert observer.state.parts[0].to_json() == payload["parts"]
     make_step(observer, 1)  # its events may come before rank 0's word
-    observer.take(0, step_message(1))
-    assert observer.steps[1].parts["compute"] == pytest.approx(0.3)
+    report(observer, 0, step_message(1))
+    assert observer.state.parts[1]["compute"] == pytest.approx(0.3)
     assert changes[-1][1]["parts"]["compute"] == pytest.approx(0.3)
-    assert (observer.num_steps, observer.num_tokens, observer.step_seconds) == (2, 200, 1.0)
-    assert observer.latest.step == 1
-    assert {rank: [e.action for e in events] for rank, events in observer.last_pipeline.items()} == {
+    assert (observer.state.num_steps, observer.state.num_tokens, observer.state.step_seconds) == (2, 200, 1.0)
+    assert observer.analysis.latest.step == 1
+    assert {rank: [e.action for e in events] for rank, events in observer.analysis.last_pipeline.items()} == {
         0: ["0F0"], 1: ["0F0"],
     }  # fmt: skip
-    assert (observer.incomplete, observer.malformed, observer.dropped) == (0, 0, {0: 0, 1: 0})
+    assert (observer.analysis.incomplete, observer.state.malformed, observer.state.dropped) == (0, 0, {0: 0, 1: 0})
 
 
 def test_totals_are_of_all_steps_and_of_those_that_count():
     observer = observer_of()
     for step, compute in enumerate((0.9, 0.6, 0.3, 0.3, 0.3)):
         make_step(observer, step, (compute, compute))
-        counted = observer.totals[0].counted
+        counted = observer.analysis.totals[0].counted
         assert counted.num_steps == max(1, step - 1)
         assert counted.parts["compute"] == pytest.approx(compute * counted.num_steps)
-    totals = observer.totals[1]
+    totals = observer.analysis.totals[1]
     assert (totals.all.num_steps, totals.counted.num_steps) == (5, 3)
     assert totals.all.parts["compute"] == pytest.approx(2.4)
     assert totals.all.seconds == pytest.approx(totals.all.parts.total + totals.all.remainder)
-    window = observer.window()
+    window = observer.analysis.window()
     assert (window.num_steps, window.first_step, window.last_step) == (3, 2, 4)
     assert window.seconds == pytest.approx(0.45)
     assert window.ranks[1].stages == {0: StageSeconds(pytest.approx(0.3), 0.0, 0.0)}
-    assert observer.window() is window, "nothing has changed"
-    assert observer.bubble_by_stage == {0: 0.0}
-    assert observer.bubble == 0.0
+    assert observer.analysis.window() is window, "nothing has changed"
+    assert observer.analysis.bubble_by_stage == {0: 0.0}
+    assert observer.analysis.bubble == 0.0
 
 
 def test_the_window_is_of_the_latest_twenty():
     observer = observer_of()
     for step in range(40):
         make_step(observer, step, (0.3 if step < 20 else 0.1,) * 2)
-    assert (observer.window().num_steps, observer.window().first_step) == (20, 20)
-    assert observer.window().ranks[0].parts["compute"] == pytest.approx(0.1)
+    assert (observer.analysis.window().num_steps, observer.analysis.window().first_step) == (20, 20)
+    assert observer.analysis.window().ranks[0].parts["compute"] == pytest.approx(0.1)
 
 
 def test_before_any_step_there_is_an_empty_window():
     observer = observer_of()
-    assert (observer.window().num_steps, observer.bubble, observer.bubble_by_stage) == (0, None, {})
+    assert (observer.analysis.window().num_steps, observer.analysis.bubble, observer.analysis.bubble_by_stage) == (
+        0,
+        None,
+        {},
+    )
     assert observer.summary()["ranks"][0]["steps"] == 0
     json.dumps(observer.summary(), allow_nan=False)
 
 
 def test_a_slow_rank_is_told_of_once():
     observer, changes = observer_of(), []
-    observer.on_change.append(lambda kind, payload: changes.append(payload) if kind == "stragglers" else None)
+    observer.changes.subscribe(lambda kind, payload: changes.append(payload) if kind == "stragglers" else None)
     for step in range(8):
         make_step(observer, step, (0.3, 0.6))
     assert changes == [[
         {"state": "found", "rank": 1, "score": pytest.approx(0.5), "compared_with": "peers", "since_step": 2,
          "host": None},
     ]]  # fmt: skip
-    assert observer.scores == {0: 1.0, 1: pytest.approx(0.5)}
+    assert observer.analysis.scores == {0: 1.0, 1: pytest.approx(0.5)}
     assert observer.summary()["ranks"][1]["straggler_score"] == pytest.approx(0.5)
     for step in range(8, 12):
         make_step(observer, step, (0.3, 0.3))
     assert [each["state"] for each in changes[1]] == ["gone"]
-    assert observer.stragglers == ()
+    assert observer.analysis.stragglers == ()
 
 
 def bottleneck(kind: str, rank: int | None = None, share: float = 0.5) -> Bottleneck:
@@ -162,7 +167,7 @@ def test_rules_are_asked_once_a_second_and_changes_told():
         return [bottleneck("data_starved", share=len(answers))] if len(answers) < 3 else [bottleneck("straggler", 1)]
 
     observer = observer_of(clock=clock, planner="a plan", find=find)
-    observer.on_change.append(lambda kind, payload: changes.append(payload) if kind == "bottlenecks" else None)
+    observer.changes.subscribe(lambda kind, payload: changes.append(payload) if kind == "bottlenecks" else None)
     for step in range(10):
         make_step(observer, step)
     assert answers == [(0, "a plan")]
@@ -171,7 +176,7 @@ def test_rules_are_asked_once_a_second_and_changes_told():
     make_step(observer, 11)
     assert answers[1:] == [(9, "a plan")]
     assert [[(each["state"], each["kind"]) for each in change] for change in changes] == [[("found", "data_starved")]]
-    assert observer.bottlenecks[0].evidence == {"share": 2}, "the latest numbers"
+    assert observer.analysis.bottlenecks[0].evidence == {"share": 2}, "the latest numbers"
     observer.finish()
     assert [(each["state"], each["kind"], each["rank"]) for each in changes[1]] == [
         ("found", "straggler", 1), ("gone", "data_starved", None),
@@ -181,8 +186,8 @@ def test_rules_are_asked_once_a_second_and_changes_told():
 
 def test_the_summary_has_what_metrics_json_needs():
     observer = observer_of()
-    observer.take(0, {"kind": "memory", "bytes": 500, "kinds": {"weights": 100}})
-    observer.take(0, {"kind": "memory", "bytes": 400, "kinds": {"weights": 120}})
+    report(observer, 0, {"kind": "memory", "bytes": 500, "kinds": {"weights": 100}})
+    report(observer, 0, {"kind": "memory", "bytes": 400, "kinds": {"weights": 120}})
     for step in range(4):
         make_step(observer, step, (0.3, 0.2))
     found = json.loads(json.dumps(observer.summary(), allow_nan=False))
@@ -194,58 +199,58 @@ def test_the_summary_has_what_metrics_json_needs():
     assert (rank["memory_bytes"], rank["memory_kinds"]) == (500, {"process": 400, "weights": 120})
     assert (rank["remainder_seconds"], rank["core_wait_seconds"]) == (pytest.approx(0), pytest.approx(0))
     assert (rank["compute_cpu_seconds"], rank["bubble"], rank["steps"]) == (pytest.approx(0.6), 0.0, 2)
-    assert observer.memory[0] == {"process": 400, "weights": 120}
+    assert observer.state.memory[0] == {"process": 400, "weights": 120}
 
 
 def test_clocks_of_two_hosts_are_put_together():
     """Rank 1's clock is 50 s behind; it arrives 0.1 s after rank 0 all the same."""
     observer = observer_of()
-    observer.take(1, {"kind": "clock", "offset": 50.0})
-    observer.take(0, events_message(told(0, compute=0.3, reduce=0.2, start=100.0).done()))
-    observer.take(1, events_message(told(0, compute=0.4, reduce=0.1, start=50.0).done()))
-    assert observer.latest.ranks[0].parts["straggler"] == pytest.approx(0.1)
-    assert observer.last_pipeline[1][0].start == pytest.approx(100.0)
+    report(observer, 1, {"kind": "clock", "offset": 50.0})
+    report(observer, 0, events_message(told(0, compute=0.3, reduce=0.2, start=100.0).done()))
+    report(observer, 1, events_message(told(0, compute=0.4, reduce=0.1, start=50.0).done()))
+    assert observer.analysis.latest.ranks[0].parts["straggler"] == pytest.approx(0.1)
+    assert observer.analysis.last_pipeline[1][0].start == pytest.approx(100.0)
 
 
 def test_steps_of_which_events_were_dropped_are_left_out():
     observer = observer_of()
     for step in range(3):
-        observer.take(0, events_message(told(step).done()))
-    observer.take(1, events_message(told(0).done()))
-    observer.take(1, events_message(told(1).done()[1:], dropped=1))
-    assert (observer.incomplete, observer.latest.step) == (1, 0)
-    observer.take(1, events_message(told(2).done(), dropped=1))
-    assert (observer.incomplete, observer.latest.step) == (1, 2)
-    observer.take(0, events_message(told(3).done()))
+        report(observer, 0, events_message(told(step).done()))
+    report(observer, 1, events_message(told(0).done()))
+    report(observer, 1, events_message(told(1).done()[1:], dropped=1))
+    assert (observer.analysis.incomplete, observer.analysis.latest.step) == (1, 0)
+    report(observer, 1, events_message(told(2).done(), dropped=1))
+    assert (observer.analysis.incomplete, observer.analysis.latest.step) == (1, 2)
+    report(observer, 0, events_message(told(3).done()))
     observer.finish()
-    assert observer.incomplete == 2, "rank 1 never told of the last one"
+    assert observer.analysis.incomplete == 2, "rank 1 never told of the last one"
 
 
 def test_steps_of_ranks_that_nobody_knows_are_counted():
     observer = Observer(RunFacts(world_size=1))
-    observer.take(0, events_message(told(0).done(), dropped=5))
-    assert (observer.incomplete, observer.latest, observer.dropped) == (1, None, {0: 5})
+    report(observer, 0, events_message(told(0).done(), dropped=5))
+    assert (observer.analysis.incomplete, observer.analysis.latest, observer.state.dropped) == (1, None, {0: 5})
 
 
 def test_queue_log_lag_and_last_words():
     clock = Clock()
     observer, logs = observer_of(now=clock), []
-    observer.on_change.append(lambda kind, payload: logs.append((kind, payload)))
-    observer.take(1, {"kind": "log", "level": "info", "event": "<b>hello", "rank": 7, "step": 3})
-    assert list(observer.logs) == [{"level": "info", "event": "<b>hello", "rank": 1, "step": 3}]
-    assert logs == [("log", observer.logs[0])]
+    observer.changes.subscribe(lambda kind, payload: logs.append((kind, payload)))
+    report(observer, 1, {"kind": "log", "level": "info", "event": "<b>hello", "rank": 7, "step": 3})
+    assert list(observer.state.logs) == [{"level": "info", "event": "<b>hello", "rank": 1, "step": 3}]
+    assert logs == [("log", observer.state.logs[0])]
     for depth in (2, 1.0):
-        observer.take(0, {"kind": "queue", "mean": depth, "capacity": 2})
-    assert (observer.queue, observer.queue_capacity) == ({0: 1.0}, 2)
+        report(observer, 0, {"kind": "queue", "mean": depth, "capacity": 2})
+    assert (list(observer.state.queue[0]), observer.state.queue_capacity) == ([2.0, 1.0], 2)
     for step in range(3):
         make_step(observer, step)
-    assert observer.window().queue == {0: 1.5}
+    assert observer.analysis.window().queue == {0: 1.5}
     for rank in (0, 1):
-        observer.take(rank, {"kind": "nonfinite", "step": 4})
-    assert observer.nonfinite == 1
+        report(observer, rank, {"kind": "nonfinite", "step": 4})
+    assert observer.state.nonfinite == 1
     clock.now += 5
-    observer.take(1, {"kind": "heartbeat"})
-    assert observer.last_seen == {0: 1000.0, 1: 1005.0}
+    report(observer, 1, {"kind": "heartbeat"})
+    assert observer.state.last_seen == {0: 1000.0, 1: 1005.0}
 
 
 def test_lag_of_the_window_leaves_out_what_was_before():
@@ -336,13 +341,13 @@ def test_traffic_in_the_observer():
     for step in range(4):
         for rank in (0, 1):
             each = told(step).beside(0.0, 0.2, axis=Axis.DP, num_bytes=1 << 20)
-            observer.take(rank, events_message(each.done()))
-    assert observer.traffic["all_reduce", "dp"].num_bytes == 8 << 20
-    assert observer.window().traffic == (AxisTraffic("all_reduce", "dp", 2.0, 2 << 20, pytest.approx(0.4)),)
+            report(observer, rank, events_message(each.done()))
+    assert observer.state.traffic.totals()["all_reduce", "dp"].num_bytes == 8 << 20
+    assert observer.analysis.window().traffic == (AxisTraffic("all_reduce", "dp", 2.0, 2 << 20, pytest.approx(0.4)),)
     recorder = CollectiveRecorder()
     recorder.record("dp", "all_reduce", "ring", "ring", 1000, 2, 0.1, 0.0)
-    observer.take(0, {"kind": "collectives", "mesh": 0, **recorder.to_wire()})
-    assert list(observer.bandwidth) == [("all_reduce", "dp", "default")]
+    report(observer, 0, {"kind": "collectives", "mesh": 0, **recorder.to_wire()})
+    assert list(observer.state.traffic.bandwidths()) == [("all_reduce", "dp", "default")]
 
 
 # What does not fit.
@@ -373,9 +378,14 @@ def test_traffic_in_the_observer():
 )
 def test_a_message_that_does_not_fit_is_counted(message):
     observer = observer_of()
-    observer.take(0, message)
-    assert observer.malformed == 1
-    assert (observer.num_steps, observer.latest, observer.memory, observer.queue) == (0, None, {}, {})
+    report(observer, 0, message)
+    assert observer.state.malformed == 1
+    assert (observer.state.num_steps, observer.analysis.latest, observer.state.memory, observer.state.queue) == (
+        0,
+        None,
+        {},
+        {},
+    )
 
 
 values = st.recursive(
@@ -388,10 +398,10 @@ FIELDS = ("coords", "device", "parameters", "step", "loss", "data", "dropped", "
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from(sorted(observer_of()._takers)), st.dictionaries(st.sampled_from(FIELDS), values))
+@given(st.sampled_from(sorted(KINDS)), st.dictionaries(st.sampled_from(FIELDS), values))
 def test_nothing_that_a_rank_sends_raises(kind, fields):
     observer = observer_of()
-    observer.take(0, {"kind": kind, **fields})
+    report(observer, 0, {"kind": kind, **fields})
     observer.finish()
     observer.summary()
 
@@ -400,16 +410,16 @@ def test_nothing_that_a_rank_sends_raises(kind, fields):
 @given(st.binary(max_size=500))
 def test_bytes_that_are_no_events(data):
     observer = observer_of(1)
-    observer.take(0, {"kind": "events", "data": base64.b64encode(data).decode(), "dropped": 0})
-    assert observer.malformed <= 1
+    report(observer, 0, {"kind": "events", "data": base64.b64encode(data).decode(), "dropped": 0})
+    assert observer.state.malformed <= 1
     last = 2**32 - 1
-    observer.take(0, events_message(told(last, start=100.0).done()))
-    assert observer.latest.step == last
+    report(observer, 0, events_message(told(last, start=100.0).done()))
+    assert observer.analysis.latest.step == last
 
 
 def test_lag_bounds_are_those_of_the_wire():
     observer = observer_of()
     lag = LagHistogram()
     lag.observe(0.003)
-    observer.take(0, {"kind": "loop_lag", **lag.to_wire()})
-    assert observer.lag[0].counts == [int(bound == 0.005) for bound in BOUNDS]
+    report(observer, 0, {"kind": "loop_lag", **lag.to_wire()})
+    assert observer.state.lag[0].counts == [int(bound == 0.005) for bound in BOUNDS]

@@ -11,7 +11,8 @@ from monitoring.events.time_parts import PARTS, TimeParts
 from monitoring.live.observer import Observer
 from monitoring.prometheus.metric_families import RUN_FAMILIES
 from monitoring.prometheus.rank_metrics import RANK_FAMILIES, RankFigures, RankMetrics
-from monitoring.prometheus.scrape_targets import ScrapeTargets
+from monitoring.prometheus.run_metrics import scrape_targets
+from tests.support.observed import report
 from tests.support.prometheus import check_metrics
 from tests.support.tools import needs
 
@@ -62,10 +63,9 @@ def test_promtool_finds_no_fault():
 
 def test_ranks_are_listed_with_their_places():
     observer = Observer(RunFacts(run_id="a-run", world_size=2, dp=2))
-    targets = ScrapeTargets(observer)
-    assert targets.listed() == []
-    observer.take(1, {"kind": "mesh", "coords": [1, 0, 0]})
-    observer.take(1, {"kind": "ready", "device": "cpu", "parameters": 1, "host": "node7"})
+    assert scrape_targets(observer.state) == []
+    report(observer, 1, {"kind": "mesh", "coords": [1, 0, 0]})
+    report(observer, 1, {"kind": "ready", "device": "cpu", "parameters": 1, "host": "node7"})
     for rank, message in (
         (1, {"kind": "endpoint", "target": "127.0.0.1:4001", "scheme": "http"}),
         (0, {"kind": "endpoint", "target": "[::1]:4000", "scheme": "https"}),
@@ -74,8 +74,8 @@ def test_ranks_are_listed_with_their_places():
         (0, {"kind": "endpoint", "target": 4002, "scheme": "http"}),
         (0, {"kind": "ready", "target": "127.0.0.1:4002", "scheme": "http"}),
     ):
-        targets.take(rank, message)
-    assert targets.listed() == [
+        report(observer, rank, message)
+    assert scrape_targets(observer.state) == [
         {"targets": ["[::1]:4000"], "labels": {"__scheme__": "https", "run_id": "a-run", "rank": "0"}},
         {
             "targets": ["127.0.0.1:4001"],

@@ -21,6 +21,7 @@ from monitoring.events.time_parts import PARTS
 from monitoring.live.observer import Observer
 from monitoring.prometheus.metric_families import RUN_FAMILIES
 from monitoring.prometheus.run_metrics import RunMetrics
+from tests.support.observed import report
 from tests.support.processes import ROOT
 from tests.support.prometheus import check_metrics
 from tests.support.tools import needs
@@ -62,13 +63,13 @@ class Run:
 
     def take_places(self, device: str = "cpu") -> None:
         for rank in range(2):
-            self.observer.take(rank, {"kind": "mesh", "coords": [rank, 0, 0]})
+            report(self.observer, rank, {"kind": "mesh", "coords": [rank, 0, 0]})
             told = {"device": device, "parameters": 5, "host": f"host{rank}", "num_cores": 2}
-            self.observer.take(rank, {"kind": "ready", **told})
+            report(self.observer, rank, {"kind": "ready", **told})
 
     def take_step(self, step: int, seconds: float, **changed) -> None:
         told = {"loss": 2.5, "grad_norm": 1.5, "learning_rate": 0.25, "tokens": 64, "bandwidth": None}
-        self.observer.take(0, {"kind": "step", "step": step, "seconds": seconds, **told, **changed})
+        report(self.observer, 0, {"kind": "step", "step": step, "seconds": seconds, **told, **changed})
 
 
 def events(*each: Event) -> dict[str, object]:
@@ -150,9 +151,9 @@ def test_where_the_time_goes_adds_up():
     run = Run()
     run.take_places()
     for step in range(3):
-        run.observer.take(0, some_step(0, step))
-        run.observer.take(1, some_step(1, step))
-    run.observer.take(1, {"kind": "events", "data": "", "dropped": 7})
+        report(run.observer, 0, some_step(0, step))
+        report(run.observer, 1, some_step(1, step))
+    report(run.observer, 1, {"kind": "events", "data": "", "dropped": 7})
     found = run.values()
     phases = found["phase_seconds_total"]
     assert set(phases) == {(phase, str(rank)) for phase in PARTS for rank in range(2)}
@@ -178,7 +179,7 @@ def test_calls_of_scripts_are_counted_from_their_totals():
     run, recorder = Run(RunFacts(world_size=2)), CollectiveRecorder()
     recorder.record("dp", "all_reduce", "ring", "adaptive", 1000, 2, 0.5, 1.0)
     for _ in range(2):  # totals since the mesh began: the later word stands
-        run.observer.take(1, {"kind": "collectives", "mesh": 1, **recorder.to_wire()})
+        report(run.observer, 1, {"kind": "collectives", "mesh": 1, **recorder.to_wire()})
     found = run.values()
     assert found["collective_bytes_total"] == {("dp", "all_reduce"): 1000}
     assert found["collective_duration_seconds_count"] == {("dp", "all_reduce"): 1}
@@ -195,7 +196,7 @@ def lag(*seconds: float) -> dict[str, object]:
 def test_the_lag_of_all_event_loops_is_added_up():
     run = Run()
     for rank, each in ((1, lag(1.0)), (1, lag(4.0)), (0, lag(0.0, 0.25)), (0, {"kind": "loop_lag", "counts": []})):
-        run.observer.take(rank, each)
+        report(run.observer, rank, each)
     found = run.values()
     buckets = found["event_loop_lag_seconds_bucket"]
     assert [buckets[le,] for le in ("0.0005", "0.1", "0.25", "1.0", "+Inf")] == [1, 1, 2, 2, 3]
@@ -205,10 +206,10 @@ def test_the_lag_of_all_event_loops_is_added_up():
 
 def test_memory_queue_and_gradients():
     run = Run()
-    run.observer.take(1, {"kind": "memory", "bytes": 900, "kinds": {"weights": 400, "optimizer": 300}})
-    run.observer.take(1, {"kind": "queue", "mean": 1.5, "capacity": 2})
+    report(run.observer, 1, {"kind": "memory", "bytes": 900, "kinds": {"weights": 400, "optimizer": 300}})
+    report(run.observer, 1, {"kind": "queue", "mean": 1.5, "capacity": 2})
     for rank in range(2):
-        run.observer.take(rank, {"kind": "nonfinite", "step": 3})
+        report(run.observer, rank, {"kind": "nonfinite", "step": 3})
     found = run.values()
     assert found["memory_bytes"] == {("process", "1"): 900, ("weights", "1"): 400, ("optimizer", "1"): 300}
     assert (found["data_queue_batches"], found["data_queue_capacity_batches"]) == ({("1",): 1.5}, {(): 2})
@@ -244,10 +245,10 @@ def full() -> Run:
     run.take_step(0, 1.0)
     for rank in range(2):
         for step in range(3):
-            run.observer.take(rank, some_step(rank, step))
-        run.observer.take(rank, lag(0.1))
-        run.observer.take(rank, {"kind": "memory", "bytes": 900, "kinds": {"weights": 400}})
-        run.observer.take(rank, {"kind": "queue", "mean": 1.5, "capacity": 2})
+            report(run.observer, rank, some_step(rank, step))
+        report(run.observer, rank, lag(0.1))
+        report(run.observer, rank, {"kind": "memory", "bytes": 900, "kinds": {"weights": 400}})
+        report(run.observer, rank, {"kind": "queue", "mean": 1.5, "capacity": 2})
     return run
 
 

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from parallel3d.cli.main import make_app
 from parallel3d.reports.folder_view import FolderView
-from parallel3d.reports.run_reader import load_run
-from tests.support.run_folders import write_run
+from parallel3d.reports.snapshot import RunInfo, RunTotals, Snapshot
+from tests.support.run_folders import shown, write_run
 
 
 def view(*args: object):
@@ -22,7 +22,7 @@ def view(*args: object):
 
 def test_the_snapshot_is_the_folders(tmp_path):
     source = FolderView(write_run(tmp_path / "run"))
-    assert source.snapshot() == load_run(tmp_path / "run")
+    assert source.snapshot() == shown(tmp_path / "run")
     assert not source.is_live
     assert set(source.snapshot()) - set(source.state()) == {"steps", "log"}
 
@@ -60,8 +60,9 @@ async def test_nothing_is_told_where_nothing_changed(tmp_path):
     assert source.feed.last_id == before
 
 
-def _run(status: str, steps: int) -> dict[str, object]:
-    return {"run": {"status": status}, "totals": {"steps": steps}, "steps": [], "log": []}
+def _run(status: str, steps: int) -> Snapshot:
+    run = RunInfo("a-run", status, None, 1, {"dp": 1, "tp": 1, "pp": 1})
+    return Snapshot(run, RunTotals(steps, 0, 0.0, None, None, None), [], [], None)
 
 
 @pytest.mark.parametrize("name", ["nothing-here", "empty"])

@@ -9,13 +9,13 @@ import pytest
 
 from monitoring.analysis.facts import RunFacts
 from monitoring.events.events import What
-from monitoring.live.cpu_budget import Ration
-from monitoring.live.monitor_thread import Station
+from monitoring.live.cpu_budget import CpuBudget
+from monitoring.live.monitor_thread import MonitorThread
 from monitoring.live.observer import Observer
 from parallel3d.reports.live_page import RunView, page_of
-from parallel3d.reports.run_reader import MOST_STEPS, load_run
-from tests.support.observed import Told, events_message
-from tests.support.run_folders import write_run
+from parallel3d.reports.snapshot import MOST_STEPS
+from tests.support.observed import Told, events_message, report
+from tests.support.run_folders import shown, write_run
 
 FACTS = RunFacts(
     run_id="20250610-142233-kfzq", world_size=2, pp=2, model="gpt", parameters=2003, schedule="1f1b", microbatches=2,
@@ -45,21 +45,23 @@ def pipeline_of(step: int, slow: float = 0.0) -> tuple[list, list]:
 def observer():
     observer = Observer(FACTS)
     for rank in (0, 1):
-        observer.take(rank, {"kind": "mesh", "coords": [0, 0, rank]})
-        observer.take(rank, {"kind": "ready", "device": "cpu", "parameters": 1000 + rank, "host": "a", "num_cores": 4})
+        report(observer, rank, {"kind": "mesh", "coords": [0, 0, rank]})
+        report(
+            observer, rank, {"kind": "ready", "device": "cpu", "parameters": 1000 + rank, "host": "a", "num_cores": 4}
+        )
     return observer
 
 
 def make_steps(observer: Observer, first: int, count: int) -> None:
     for step in range(first, first + count):
-        observer.take(0, told_step(step, seconds=5.0 if step < 2 else 0.5))
+        report(observer, 0, told_step(step, seconds=5.0 if step < 2 else 0.5))
         for rank, events in enumerate(pipeline_of(step)):
-            observer.take(rank, events_message(events))
+            report(observer, rank, events_message(events))
 
 
 def test_it_has_the_form_of_a_finished_run(observer, tmp_path):
     make_steps(observer, 0, 5)
-    live, finished = RunView(observer).snapshot(), load_run(write_run(tmp_path / "run"))
+    live, finished = RunView(observer).snapshot(), shown(write_run(tmp_path / "run"))
     assert live.keys() == finished.keys()
     for key in ("run", "totals"):
         assert live[key].keys() == finished[key].keys()
@@ -84,15 +86,15 @@ async def test_totals_leave_out_the_warm_up_whenever_it_was_told(observer):
 
 def test_ranks_and_steps_are_the_observers(observer):
     make_steps(observer, 0, 4)
-    observer.take(1, {"kind": "memory", "bytes": 1 << 20, "kinds": {}})
+    report(observer, 1, {"kind": "memory", "bytes": 1 << 20, "kinds": {}})
     told = RunView(observer).snapshot()
     assert [rank["coords"] for rank in told["ranks"]] == [{"dp": 0, "tp": 0, "pp": 0}, {"dp": 0, "tp": 0, "pp": 1}]
     assert [rank["memory_bytes"] for rank in told["ranks"]] == [None, 1 << 20]
     for rank in told["ranks"]:
-        assert rank["seconds"] == observer.totals[rank["rank"]].counted.parts.to_json()
-        assert rank["straggler_score"] == observer.scores.get(rank["rank"])
+        assert rank["seconds"] == observer.analysis.totals[rank["rank"]].counted.parts.to_json()
+        assert rank["straggler_score"] == observer.analysis.scores.get(rank["rank"])
     assert [step["step"] for step in told["steps"]] == [0, 1, 2, 3]
-    assert told["steps"][-1]["parts"] == observer.steps[-1].parts.to_json()
+    assert told["steps"][-1]["parts"] == observer.state.parts[3].to_json()
 
 
 def test_before_anything_is_known(observer):
@@ -104,7 +106,7 @@ def test_before_anything_is_known(observer):
 def test_the_pipeline_is_the_latest_steps_as_measured(observer):
     make_steps(observer, 0, 3)
     for rank, events in enumerate(pipeline_of(3, slow=0.05)):
-        observer.take(rank, events_message(events))
+        report(observer, rank, events_message(events))
     pipeline = RunView(observer).snapshot()["pipeline"]
     assert (pipeline["step"], pipeline["stages"], pipeline["microbatches"]) == (3, 2, 2)
     first, second = pipeline["measured"]
@@ -118,7 +120,7 @@ def test_the_pipeline_is_the_latest_steps_as_measured(observer):
 
 def test_a_dear_pipeline_is_drawn_less_often(observer):
     now, used = [0.0], iter([0.0, 0.1, 0.1, 0.2])
-    view = RunView(observer, Ration(0.05, clock=lambda: now[0], processor=lambda: next(used)))
+    view = RunView(observer, CpuBudget(0.05, clock=lambda: now[0], processor=lambda: next(used)))
     make_steps(observer, 0, 1)
     assert view.state()["pipeline"]["step"] == 0
     make_steps(observer, 1, 1)
@@ -129,7 +131,7 @@ def test_a_dear_pipeline_is_drawn_less_often(observer):
 
 
 def test_the_same_step_is_not_drawn_again(observer, monkeypatch):
-    view, drawn = RunView(observer, Ration(float("inf"))), []
+    view, drawn = RunView(observer, CpuBudget(float("inf"))), []
     monkeypatch.setattr(
         "parallel3d.reports.live_page.pipeline_view", lambda step, *_: drawn.append(step) or {"step": step}
     )
@@ -144,7 +146,7 @@ async def test_what_changes_goes_into_the_feed(observer):
     view = RunView(observer)
     start = view.feed.last_id
     make_steps(observer, 0, 1)
-    observer.take(1, {"kind": "log", "time": 1.0, "level": "info", "event": "hello"})
+    report(observer, 1, {"kind": "log", "time": 1.0, "level": "info", "event": "hello"})
     view.set_status("failed", "rank 1 was killed")
     view.close()
     text = "".join([block async for block in view.feed.blocks(start)])
@@ -158,22 +160,22 @@ async def test_what_changes_goes_into_the_feed(observer):
 
 def test_long_runs_are_thinned(observer):
     for step in range(MOST_STEPS + 500):
-        observer.take(0, told_step(step))
+        report(observer, 0, told_step(step))
     told = [step["step"] for step in RunView(observer).snapshot()["steps"]]
     assert len(told) == MOST_STEPS
     assert (told[0], told[-1]) == (0, MOST_STEPS + 499)
 
 
-async def test_the_station_ends_streams_before_its_server(observer):
-    station = Station(observer)
+async def test_the_monitor_ends_streams_before_its_server(observer):
+    monitor = MonitorThread(observer)
     try:
-        routes = page_of(station, observer)
+        routes = page_of(monitor, observer)
         assert {route.path for route in routes} == {"/", "/static/{name}", "/api/run", "/api/stream"}
-        station.set_status("completed")
-        await station.settle(lambda: None)
+        monitor.set_status("completed")
+        await monitor.settle(lambda: None)
         view = routes[-1].handler.__self__._source
         assert view.is_live
         assert view.state()["run"]["status"] == "completed"
     finally:
-        await asyncio.to_thread(station.close_now)
+        await asyncio.to_thread(monitor.close_now)
     assert not view.is_live

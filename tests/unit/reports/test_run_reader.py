@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from parallel3d.reports.html import to_page
-from parallel3d.reports.run_reader import last_measured_step, load_run, read_run, thinned
+from parallel3d.reports.run_reader import last_measured_step, read_run
+from parallel3d.reports.snapshot import thinned
 from runtime.errors import InvalidCall
 from tests.support.run_folders import (
     BOTTLENECK,
@@ -23,13 +24,14 @@ from tests.support.run_folders import (
     kill,
     metrics,
     parts_of,
+    shown,
     write_events,
     write_run,
 )
 
 
 def test_the_snapshot_of_a_whole_run(tmp_path):
-    found = load_run(write_run(tmp_path / "run"))
+    found = shown(write_run(tmp_path / "run"))
     assert found["run"] == {
         "run_id": RUN_ID,
         "status": "completed",
@@ -67,7 +69,7 @@ def test_the_snapshot_of_a_whole_run(tmp_path):
 
 
 def test_the_last_steps_pipeline(tmp_path):
-    pipeline = load_run(write_run(tmp_path))["pipeline"]
+    pipeline = shown(write_run(tmp_path))["pipeline"]
     assert (pipeline["step"], pipeline["schedule"], pipeline["stages"], pipeline["microbatches"]) == (4, "1f1b", 2, 2)
     assert [[each["action"] for each in lane] for lane in pipeline["measured"]] == [
         ["0F0", "0F1", "0B0", "0B1"],
@@ -80,11 +82,11 @@ def test_the_last_steps_pipeline(tmp_path):
 
 
 def test_it_is_json(tmp_path):
-    json.dumps(load_run(write_run(tmp_path)), allow_nan=False)
+    json.dumps(shown(write_run(tmp_path)), allow_nan=False)
 
 
 def test_a_run_that_was_killed_tells_what_it_had(tmp_path):
-    found = load_run(kill(write_run(tmp_path)))
+    found = shown(kill(write_run(tmp_path)))
     assert (found["run"]["status"], found["run"]["run_id"]) == ("killed", RUN_ID)
     assert (found["run"]["mesh"], found["totals"]["steps"]) == ({"dp": 2, "tp": 1, "pp": 2}, 5)
     assert found["bottlenecks"] == [BOTTLENECK], "the other one has gone again"
@@ -95,19 +97,19 @@ def test_a_run_that_was_killed_tells_what_it_had(tmp_path):
 def test_a_run_that_still_goes_on(tmp_path):
     kill(write_run(tmp_path))
     (tmp_path / "endpoints.json").write_text(json.dumps({"run_id": RUN_ID, "pid": os.getpid()}))
-    assert load_run(tmp_path)["run"]["status"] == "killed", "this process is younger than the run"
+    assert shown(tmp_path)["run"]["status"] == "killed", "this process is younger than the run"
     write_events(tmp_path, [{"time": time.time(), "kind": "started"}])
-    assert load_run(tmp_path)["run"]["status"] == "running"
+    assert shown(tmp_path)["run"]["status"] == "running"
 
 
 def test_a_run_that_failed(tmp_path):
     failed = {"message": "rank 1 failed", "rank": 1, "coords": None, "step": 3, "traceback": "Traceback"}
     kill(write_run(tmp_path))
     write_events(tmp_path, [*events(ended=False), {"time": STARTED, "kind": "failed", **failed}])
-    assert load_run(tmp_path)["run"]["error"] == {**failed, "notes": []}, "as runs did before they kept notes"
+    assert shown(tmp_path)["run"]["error"] == {**failed, "notes": []}, "as runs did before they kept notes"
     noted = {**failed, "notes": ["Layer 3.", 7]}
     write_events(tmp_path, [*events(ended=False), {"time": STARTED, "kind": "failed", **noted}])
-    assert load_run(tmp_path)["run"]["error"] == {**failed, "notes": ["Layer 3."]}
+    assert shown(tmp_path)["run"]["error"] == {**failed, "notes": ["Layer 3."]}
 
 
 def test_a_folder_of_before_these_things_were_noted(tmp_path):
@@ -119,7 +121,7 @@ def test_a_folder_of_before_these_things_were_noted(tmp_path):
             del rank[key]
     (tmp_path / "metrics.json").write_text(json.dumps(old))
     write_events(tmp_path, [line for line in events() if line["kind"] in ("started", "step", "ended")])
-    found = load_run(tmp_path)
+    found = shown(tmp_path)
     assert found["ranks"][0]["straggler_score"] is None
     assert found["steps"][0]["parts"] is None
     assert (found["bottlenecks"], found["log"]) == ([], [])
@@ -129,7 +131,7 @@ def test_a_folder_of_before_these_things_were_noted(tmp_path):
 def test_steps_of_a_folder_whose_events_are_lost(tmp_path):
     write_run(tmp_path)
     (tmp_path / "events.jsonl").unlink()
-    found = load_run(tmp_path)
+    found = shown(tmp_path)
     assert [step["loss"] for step in found["steps"]] == [5.0, 4.5, 4.0, 3.5, 3.0]
     assert found["steps"][0]["tokens"] is None
     assert found["run"]["started"] is None
@@ -145,7 +147,7 @@ def test_what_is_no_run(tmp_path, prepare):
     if prepare == "other files":
         (folder / "config.yaml").write_text("{}")
     with pytest.raises(InvalidCall, match="is no run's folder: "):
-        load_run(folder)
+        shown(folder)
 
 
 def test_many_steps_are_thinned_evenly():
@@ -159,7 +161,7 @@ def test_many_steps_are_thinned_evenly():
 def test_only_the_latest_log_lines_are_kept(tmp_path):
     write_run(tmp_path)
     write_events(tmp_path, [{"kind": "log", "event": str(number)} for number in range(1500)])
-    log = load_run(tmp_path)["log"]
+    log = shown(tmp_path)["log"]
     assert (len(log), log[0]["event"], log[-1]["event"]) == (1000, "500", "1499")
 
 
@@ -188,7 +190,7 @@ def test_rubbish_for_files(tmp_path):
     write_run(tmp_path)
     for name in ("config.yaml", "metrics.json", "events.jsonl", "trace.json.gz", "endpoints.json"):
         (tmp_path / name).write_bytes(b"\xff{[" * 100)
-    found = load_run(tmp_path)
+    found = shown(tmp_path)
     assert (found["run"]["status"], found["steps"], found["ranks"]) == ("killed", [], [])
 
 
@@ -204,23 +206,23 @@ def test_only_files_are_read(tmp_path, name, kind):
         os.mkfifo(tmp_path / name)
     else:
         (tmp_path / name).symlink_to("/dev/zero")
-    assert load_run(tmp_path)["totals"]["steps"] == 5
+    assert shown(tmp_path)["totals"]["steps"] == 5
 
 
 def test_a_small_file_that_unzips_to_a_large_one_is_left_out(tmp_path, monkeypatch):
     write_run(tmp_path)
-    assert load_run(tmp_path)["pipeline"] is not None
+    assert shown(tmp_path)["pipeline"] is not None
     (tmp_path / "trace.json.gz").write_bytes(gzip.compress(b" " * (3 << 20)))
     monkeypatch.setattr("parallel3d.reports.run_reader._MOST_TRACE_BYTES", 1 << 20)
     with pytest.raises(InvalidCall, match="holds more than 1 MiB"):
         last_measured_step(tmp_path)
-    assert load_run(tmp_path)["pipeline"] is None
+    assert shown(tmp_path)["pipeline"] is None
 
 
 def test_a_file_that_is_too_large_is_left_out(tmp_path, monkeypatch):
     write_run(tmp_path)
     monkeypatch.setattr("parallel3d.reports.run_reader._MOST_BYTES", 100)
-    assert load_run(tmp_path)["ranks"] == []
+    assert shown(tmp_path)["ranks"] == []
 
 
 def test_a_configuration_of_a_billion_values_has_none(tmp_path):
@@ -228,10 +230,10 @@ def test_a_configuration_of_a_billion_values_has_none(tmp_path):
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
     (tmp_path / "config.yaml").write_text("\n".join([*lines, "model: {factory: *a9}", "pipeline: {schedule: *a9}"]))
-    run = load_run(tmp_path)["run"]
+    run = shown(tmp_path)["run"]
     assert (run["model"], run["schedule"]) == (None, None)
     (tmp_path / "config.yaml").write_text("model: {factory: [gpt]}\npipeline: {schedule: {a: 1}, microbatches: true}\n")
-    run = load_run(tmp_path)["run"]
+    run = shown(tmp_path)["run"]
     assert (run["model"], run["schedule"], run["microbatches"]) == (None, None, None)
 
 
@@ -239,9 +241,9 @@ def test_numbers_that_no_sum_can_hold_and_lines_without_an_end(tmp_path, monkeyp
     write_run(tmp_path)
     huge = {"kind": "step", "step": 5, "loss": 10**400, "tokens": 10**310, "seconds": 1e308}
     write_events(tmp_path, [*events(), huge])
-    found = load_run(tmp_path)
+    found = shown(tmp_path)
     assert (found["steps"][5]["loss"], found["steps"][5]["tokens"], found["steps"][5]["seconds"]) == (None, None, None)
     monkeypatch.setattr("parallel3d.reports.run_reader._LONGEST_LINE", 1000)
     write_events(tmp_path, [{"kind": "log", "event": "x" * 5000}, *events()])
-    found = load_run(tmp_path)
+    found = shown(tmp_path)
     assert ([line["event"] for line in found["log"]], found["totals"]["steps"]) == (["disk is slow"], 5)

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from monitoring.analysis.facts import Status
 from monitoring.events.trace import ACTIONS, Span
 from parallel3d.config import load_config
 from parallel3d.runs.folder import RunFolder, check_run_dir, new_run_id, take_span_files, write_span_file
-from parallel3d.runs.record import RunRecord, Status
+from parallel3d.runs.record import RunRecord
 from runtime.errors import ConfigError
+from tests.support.observed import report
 from tests.support.processes import SECONDS
 from tests.unit.runs.test_record import step_message
 
@@ -41,7 +43,7 @@ async def test_what_a_run_leaves(here):
     folder.event("odd", value=Path("x"))
     record = RunRecord(config, status=Status.COMPLETED)
     for step in range(3):
-        record.take(0, step_message(step))
+        report(record, 0, step_message(step))
     write_span_file(folder.path, 0, [Span(ACTIONS, "0F0", "F", 1.0, 2.0)])
     await folder.complete(record)
     assert sorted(os.listdir(folder.path)) == [
@@ -111,7 +113,7 @@ async def test_what_an_observer_sees_is_written(here):
         "bottlenecks": [bottleneck],
     }
     record = RunRecord(config_of(), observed=observed)
-    record.take(0, {"kind": "mesh", "coords": [0, 0, 0]})
+    report(record, 0, {"kind": "mesh", "coords": [0, 0, 0]})
     await folder.complete(record)
     lines = [json.loads(line) for line in (folder.path / "events.jsonl").read_text().splitlines()]
     assert [line.pop("kind") for line in lines] == ["parts", "log", "straggler", "bottleneck"]

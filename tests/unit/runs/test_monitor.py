@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from monitoring.analysis.facts import Status
 from monitoring.http.endpoint import Endpoint
+from monitoring.messages import Ready
 from parallel3d.config import load_config
 from parallel3d.runs.lifecycle import RunLifecycle
-from parallel3d.runs.record import Status
 from tests.support.processes import SECONDS
 
 
@@ -97,15 +98,15 @@ async def test_a_rule_that_fails_does_not_cost_the_folder(run, monkeypatch, capf
     assert (folder.path / "metrics.json").exists()
     assert (folder.path / "report.html").exists()
     assert capfd.readouterr().err.count("ZeroDivisionError: a bug of ours") == 1
-    assert "parallel3d-station" not in [thread.name for thread in threading.enumerate()]
+    assert "parallel3d-monitor" not in [thread.name for thread in threading.enumerate()]
 
 
 async def test_what_lives_when_ranks_are_ready_is_looked_through_again_only_after_the_run(run):
     run.start_monitor()
     watch = run._monitor
-    watch.take(1, {"kind": "ready"})
+    watch.take(1, Ready("a", "cpu", 1, 1))
     assert gc.get_freeze_count() == 0
-    watch.take(0, {"kind": "ready"})
+    watch.take(0, Ready("a", "cpu", 1, 1))
     assert gc.get_freeze_count() > 0
     await run.finish()
     assert gc.get_freeze_count() == 0

@@ -14,21 +14,36 @@ import pytest
 import torch
 
 import parallel3d
+from monitoring.analysis.facts import Status
 from monitoring.events.events import Axis, Event, What, unpack
 from monitoring.events.recorder import Recorder
+from monitoring.messages import (
+    ClockOffset,
+    Collectives,
+    DataQueue,
+    Events,
+    Joined,
+    LoopLag,
+    Memory,
+    Message,
+    Ready,
+    RunStep,
+)
 from parallel3d.config import load_config
+from parallel3d.planning.preflight import ModelFacts
 from parallel3d.runs import rank_exchange
 from parallel3d.runs.commands import Command
 from parallel3d.runs.event_sender import EventSender
 from parallel3d.runs.lifecycle import RunLifecycle
 from parallel3d.runs.rank_exchange import CommandBroadcast, gather_json
 from parallel3d.runs.rank_loop import TRACE_STEPS, LastSteps, SupervisorReporter, train, used_memory
-from parallel3d.runs.record import ModelFacts, RunRecord, Status
+from parallel3d.runs.record import RunRecord
 from parallel3d.runs.torchrun_rank import RankReporter
 from parallel3d.training.performance import TrainStep
 from runtime.control import LauncherControl, RankControl
 from runtime.cores import num_cores
 from runtime.errors import NonFiniteGradient
+from tests.support.observed import report
 from tests.support.stand_in import STAND_IN, StandIn
 
 
@@ -93,8 +108,8 @@ async def test_every_rank_tells_of_every_step():
     record = RunRecord(config_of())
     for rank, ear in enumerate((first, second)):
         for message in ear.heard:
-            record.take(rank, message)
-    assert (record.malformed, len(record.steps)) == (0, 4)
+            report(record, rank, message)
+    assert len(record.steps) == 4
 
 
 async def test_the_events_of_every_step_are_told():
@@ -275,11 +290,11 @@ class Watch:
     """A monitor that keeps what it is given, or fails over it."""
 
     def __init__(self, *, fails: bool = False) -> None:
-        self.taken: dict[int, list[dict[str, Any]]] = {}
+        self.taken: dict[int, list[Message | None]] = {}
         self.ends: list[str] = []
         self._fails = fails
 
-    def take(self, rank: int, message: dict[str, Any]) -> None:
+    def take(self, rank: int, message: Message | None) -> None:
         self.taken.setdefault(rank, []).append(message)
         if self._fails:
             raise RuntimeError("nobody is here")
@@ -294,8 +309,8 @@ class Watch:
         self.ends.append("closed")
 
     def steps(self, rank: int) -> list[int]:
-        events = events_in(message for message in self.taken[rank] if message["kind"] == "events")
-        return [event.step for event in events if event.what == What.STEP]
+        reports = (message for message in self.taken[rank] if isinstance(message, Events))
+        return [event.step for each in reports for event in each.unpack(0.0) if event.what == What.STEP]
 
 
 async def test_json_of_every_rank_on_every_rank():
@@ -357,10 +372,10 @@ async def test_rank_0s_monitor_gets_all_messages(first, monkeypatch, fails, inte
     await work(first)
     assert first.record.status is Status.COMPLETED
     assert watch.ends == ["settled", "lingered", "closed"]
-    for rank, told in ((0, {"step"}), (1, set())):
-        expected = {"mesh", "clock", "ready", "events", "memory", "queue"} | told
-        reports = {"loop_lag", "collectives"} if interval == 0 else set()
-        assert {message["kind"] for message in watch.taken[rank]} == expected | reports
+    for rank, alone in ((0, {RunStep}), (1, set())):
+        expected = {Joined, ClockOffset, Ready, Events, Memory, DataQueue} | alone
+        totals = {LoopLag, Collectives} if interval == 0 else set()
+        assert {type(message) for message in watch.taken[rank]} == expected | totals
         assert watch.steps(rank) == [0, 1, 2, 3]
 
 

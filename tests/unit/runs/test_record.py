@@ -8,14 +8,15 @@ import math
 import pytest
 
 from monitoring.analysis.device_peaks import peak_flops
-from monitoring.analysis.facts import RunFacts
+from monitoring.analysis.facts import RunFacts, Status
 from monitoring.events.events import What
 from monitoring.events.time_parts import NO_TIME, PARTS, TimeParts, mean_of
 from monitoring.live.observer import Observer
 from parallel3d.config import load_config
-from parallel3d.runs.record import ModelFacts, RunError, RunRecord, Status, step_event
+from parallel3d.planning.preflight import ModelFacts
+from parallel3d.runs.record import RunError, RunRecord
 from runtime.errors import Coords
-from tests.support.observed import Told, events_message
+from tests.support.observed import Told, events_message, report
 
 
 def record_of(**overrides) -> RunRecord:
@@ -43,11 +44,11 @@ def watch(record: RunRecord, num_steps: int = 3) -> None:
     observer = Observer(RunFacts(world_size=config.world_size, **sizes))
     for rank in range(config.world_size):
         coords = record.ranks[rank].coords if rank in record.ranks else None
-        observer.take(rank, {"kind": "mesh", "coords": list(coords or (0, 0, 0))})
+        report(observer, rank, {"kind": "mesh", "coords": list(coords or (0, 0, 0))})
     for step in range(num_steps):
         for rank in range(config.world_size):
             told = Told(step, 100.0 + step).add(What.DATA, 0.1).add(What.F, 0.3, 0, 0).gap(0.1)
-            observer.take(rank, events_message(told.done()))
+            report(observer, rank, events_message(told.done()))
     record.observed = observer.summary()
 
 
@@ -64,11 +65,11 @@ def test_parts_add_up_and_none_is_below_zero():
 def test_the_first_steps_do_not_count_for_speed(num_steps, warm_up, rate):
     record = record_of()
     for step in range(num_steps):
-        record.take(0, step_message(step, seconds=1.0 if step < 2 else 0.5))
+        report(record, 0, step_message(step, seconds=1.0 if step < 2 else 0.5))
     assert (record.num_warm_up, record.tokens_per_second) == (warm_up, pytest.approx(rate))
     watch(record, num_steps)
     assert record.told == []  # nobody has told of itself
-    record.take(0, {"kind": "mesh", "coords": [0, 0, 0]})
+    report(record, 0, {"kind": "mesh", "coords": [0, 0, 0]})
     assert record.told == [0]
     assert record.parts(0).total == pytest.approx(0.5 * len(record.counted))
 
@@ -77,15 +78,15 @@ def test_metrics_have_what_was_promised():
     record = record_of(**{"parallel.dp": 2})
     record.facts = ModelFacts(parameters=1234, flops_per_token=6.0 * 1234)
     for rank in (0, 1):
-        record.take(rank, {"kind": "mesh", "coords": [rank, 0, 0]})
-        record.take(rank, {"kind": "ready", "device": "cpu", "parameters": 617, "pid": 1})
-        record.take(rank, {"kind": "memory", "bytes": 100})
-        record.take(rank, {"kind": "memory", "bytes": 50})
+        report(record, rank, {"kind": "mesh", "coords": [rank, 0, 0]})
+        report(record, rank, {"kind": "ready", "device": "cpu", "parameters": 617, "pid": 1})
+        report(record, rank, {"kind": "memory", "bytes": 100})
+        report(record, rank, {"kind": "memory", "bytes": 50})
     for step in range(3):
-        assert record.take(1, step_message(step)) is None, "rank 0 speaks for all"
-        told = record.take(0, step_message(step, loss=3.0 - step))
-        assert told is not None
-        assert (told.step, told.tokens_per_second) == (step, 200.0)
+        report(record, 1, step_message(step))  # rank 0 reports for all
+        report(record, 0, step_message(step, loss=3.0 - step))
+        assert [each.step for each in record.steps] == [*range(step + 1)]
+        assert record.steps[-1].tokens_per_second == 200.0
     record.status = Status.COMPLETED
     watch(record)
     found = json.loads(json.dumps(record.metrics(), allow_nan=False))
@@ -109,8 +110,8 @@ def test_metrics_have_what_was_promised():
 def test_a_run_that_nobody_watched_has_the_same_keys():
     watched, alone = record_of(), record_of()
     for record in (watched, alone):
-        record.take(0, {"kind": "mesh", "coords": [0, 0, 0]})
-        record.take(0, step_message(0))
+        report(record, 0, {"kind": "mesh", "coords": [0, 0, 0]})
+        report(record, 0, step_message(0))
     watch(watched, 1)
     assert alone.metrics()["ranks"][0].keys() <= watched.metrics()["ranks"][0].keys()
     assert alone.metrics().keys() <= watched.metrics().keys()
@@ -125,36 +126,16 @@ def test_a_run_without_a_step_has_metrics_too():
 
 def test_json_has_no_nan():
     record = record_of()
-    step = record.take(0, step_message(0, loss=math.nan))
-    assert step_event(step)["loss"] is None
+    report(record, 0, step_message(0, loss=math.nan))
+    assert record.steps[0].to_json()["loss"] is None
     assert json.loads(json.dumps(record.metrics(), allow_nan=False))["losses"] == [None]
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        {},
-        {"kind": "step"},
-        step_message(0, loss="low"),
-        step_message(0, tokens=True),
-        step_message(0, bandwidth="fast"),
-        {"kind": "mesh", "coords": [0, 0]},
-        {"kind": "mesh", "coords": ["a", 0, 0]},
-        {"kind": "mesh", "coords": 3},
-        {"kind": "ready", "device": 3, "parameters": 1},
-        {"kind": "memory", "bytes": "much"},
-    ],
-)
-def test_a_message_that_does_not_fit_changes_nothing(message):
+@pytest.mark.parametrize("kind", ["loop_lag", "heartbeat", "mesh", "step"])
+def test_a_message_of_another_kind_or_a_malformed_one_changes_nothing(kind):
     record = record_of()
-    assert record.take(0, message) is None
-    assert (record.malformed, record.steps, record.bandwidths) == (1, [], [])
-
-
-def test_messages_of_others_are_none_of_ours():
-    record = record_of()
-    assert record.take(0, {"kind": "loop_lag"}) is None
-    assert record.malformed == 0
+    report(record, 0, {"kind": kind})
+    assert (record.steps, record.ranks) == ([], {})
 
 
 def test_an_error_names_its_rank():
@@ -185,7 +166,7 @@ def test_peaks_of_devices(device, precision, peak):
 def test_mfu_is_known_when_every_ranks_device_is():
     record = record_of(**{"parallel.dp": 2, "train.precision": "bfloat16"})
     record.facts = ModelFacts(parameters=10**9, flops_per_token=6e9)
-    record.take(0, {"kind": "ready", "device": "NVIDIA A100-SXM4-80GB", "parameters": 1})
+    report(record, 0, {"kind": "ready", "device": "NVIDIA A100-SXM4-80GB", "parameters": 1})
     assert record.mfu(1e4) is None
-    record.take(1, {"kind": "ready", "device": "NVIDIA A100-SXM4-80GB", "parameters": 1})
+    report(record, 1, {"kind": "ready", "device": "NVIDIA A100-SXM4-80GB", "parameters": 1})
     assert record.mfu(1e4) == pytest.approx(6e13 / 624e12)

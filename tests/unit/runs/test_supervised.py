@@ -10,8 +10,8 @@ import pytest
 
 from monitoring.http.endpoint import Endpoint
 from parallel3d.config import load_config
+from parallel3d.planning.preflight import ModelFacts
 from parallel3d.runs import lifecycle, supervised
-from parallel3d.runs.record import ModelFacts
 from parallel3d.runs.supervised import Run
 from runtime.errors import LaunchError
 
@@ -68,7 +68,7 @@ async def test_what_fails_after_the_folder_was_made_is_recorded_in_it(
     assert "token" not in run.endpoints
     assert "token" not in json.loads((folder / "endpoints.json").read_text())
     assert warm.discarded
-    assert "parallel3d-station" not in [thread.name for thread in threading.enumerate()]
+    assert "parallel3d-monitor" not in [thread.name for thread in threading.enumerate()]
 
 
 async def test_a_fork_server_that_cannot_be_started(here, monkeypatch, endpoint, run):

@@ -15,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monitoring.events.time_parts import MEANINGS, NO_TIME, PARTS, TimeParts
-from monitoring.report import Statistics, efficiency, quantile
 from parallel3d.cli.main import main
 from parallel3d.reports.drawing.charts import line_chart, nice_ticks, stacked_chart
-from parallel3d.reports.html import to_page
-from parallel3d.reports.html_style import COLOURS
+from parallel3d.reports.html import COLOURS, to_page
+from parallel3d.reports.report import Statistics, efficiency, quantile
 from parallel3d.reports.run_reader import read_run
 from tests.support.run_folders import BOTTLENECK, RUN_ID, SHARES, events, kill, metrics, write_events, write_run
 

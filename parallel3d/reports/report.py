@@ -1,4 +1,4 @@
-"""What a run comes to: how well it used each axis of its mesh, its memory, its step times. From its snapshot, pure."""
+"""What a run comes to: how well it used each axis of its mesh, its memory, its step times. From its snapshot."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from monitoring.events.time_parts import NO_TIME, PARTS, TimeParts, mean_of
+from monitoring.events.time_parts import NO_TIME, TimeParts, mean_of
+from parallel3d.reports.snapshot import RankInfo, RunInfo, RunTotals, Snapshot
 
 AXES = ("dp", "tp", "pp")
+ALL_RANKS = "all ranks"
 EFFICIENCY_MEANINGS = {
     "dp": "of the time is left when gradients are reduced",
     "tp": "of forward and backward is computing, not exchanging partial results",
@@ -84,10 +86,10 @@ def efficiency(parts: TimeParts, mesh: Mapping[str, int], bubble: float | None) 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that is told of a run, apart from its curves."""
+    """All that is said of a run, apart from its curves."""
 
-    run: Mapping[str, Any]
-    totals: Mapping[str, Any]
+    run: RunInfo
+    totals: RunTotals
     first_loss: float | None
     bandwidth: float | None
     """Of the gradients' all-reduce, the steps' mean in 10^9 bytes a second."""
@@ -97,7 +99,7 @@ class Report:
     """Seconds of them that are in no part, the mean of the ranks; None where that was not noted."""
     efficiency: Mapping[str, float | None]
     bubble: float | None
-    ranks: Sequence[Mapping[str, Any]]
+    ranks: Sequence[RankInfo]
     memory_budget: int | None
     """Bytes of one rank."""
     bottlenecks: Sequence[Mapping[str, Any]]
@@ -107,14 +109,18 @@ class Report:
 
     @property
     def memory(self) -> dict[int, int]:
-        """Bytes by rank, the most that was seen of each that told."""
-        return {rank["rank"]: rank["memory_bytes"] for rank in self.ranks if type(rank["memory_bytes"]) is int}
+        """Bytes by rank, the most that was seen; without those that are not known."""
+        return {rank.rank: rank.memory_bytes for rank in self.ranks if type(rank.memory_bytes) is int}
 
     def to_json(self) -> dict[str, Any]:
         memory = self.memory
         return {
-            "run": dict(self.run),
-            "overall": {**self.totals, "first_loss": self.first_loss, "allreduce_bandwidth_gbps": self.bandwidth},
+            "run": self.run.to_json(),
+            "overall": {
+                **self.totals.to_json(),
+                "first_loss": self.first_loss,
+                "allreduce_bandwidth_gbps": self.bandwidth,
+            },
             "efficiency": dict(self.efficiency),
             "parts": self.parts.shares(),
             "part_seconds": self.parts.to_json(),
@@ -128,44 +134,59 @@ class Report:
             },
             "bottlenecks": [dict(each) for each in self.bottlenecks],
             "statistics": None if self.statistics is None else self.statistics.to_json(),
-            "ranks": [dict(rank) for rank in self.ranks],
+            "ranks": [rank.to_json() for rank in self.ranks],
         }
 
 
 def make_report(
-    snapshot: Mapping[str, Any],
+    snapshot: Snapshot,
     step_seconds: Sequence[float],
     num_warm_up: int,
     bandwidths: Sequence[float] = (),
     memory_budget: int | None = None,
     was_watched: bool = True,
 ) -> Report:
-    """`snapshot`: as the live page has it. `step_seconds`: of the steps that count, all of them."""
-    steps, ranks = snapshot["steps"], snapshot["ranks"]
+    """step_seconds: of all steps that count. was_watched: whether bottlenecks were looked for."""
+    steps, ranks = snapshot.steps, snapshot.ranks
     parts, remainder = _times(ranks) or (_times_of_steps(steps, num_warm_up), None)
-    bubble = _mean([rank["bubble"] for rank in ranks])
+    bubble = _mean([rank.bubble for rank in ranks])
     return Report(
-        run=snapshot["run"],
-        totals=snapshot["totals"],
+        run=snapshot.run,
+        totals=snapshot.totals,
         first_loss=steps[0]["loss"] if steps else None,
         bandwidth=_mean(bandwidths),
         parts=parts,
         remainder=remainder,
-        efficiency=efficiency(parts, snapshot["run"]["mesh"], bubble),
+        efficiency=efficiency(parts, snapshot.run.mesh, bubble),
         bubble=bubble,
         ranks=ranks,
         memory_budget=memory_budget,
-        bottlenecks=snapshot["bottlenecks"],
+        bottlenecks=snapshot.bottlenecks,
         was_watched=was_watched and bool(parts.total),
         statistics=Statistics.of(step_seconds, num_warm_up),
     )
 
 
-def parts_of(rank: Mapping[str, Any]) -> TimeParts | None:
-    """Of an entry of the snapshot's ranks; None where nothing is known of the rank's time."""
-    seconds = rank["seconds"] or {}
-    parts = TimeParts.of({part: seconds.get(part) or 0.0 for part in PARTS})
-    return parts if parts.total else None
+@dataclass(frozen=True, slots=True)
+class TimeRow:
+    """A row of the table of where the time went."""
+
+    name: str
+    parts: TimeParts
+    remainder: float | None = None
+    """Seconds that are in no part."""
+    score: float | None = None
+    """A rank's own speed over the best."""
+
+
+def time_rows(report: Report) -> list[TimeRow]:
+    """One for each rank whose time is known, and one for all of them."""
+    rows = [
+        TimeRow(rank.name, parts, rank.remainder_seconds, rank.straggler_score)
+        for rank in report.ranks
+        if (parts := rank.parts) is not None
+    ]
+    return rows if len(rows) == 1 else [*rows, TimeRow(ALL_RANKS, report.parts, report.remainder)]
 
 
 def remainder_share(parts: TimeParts, remainder: float | None) -> float | None:
@@ -173,17 +194,16 @@ def remainder_share(parts: TimeParts, remainder: float | None) -> float | None:
     return None if remainder is None or not parts.total else remainder / (parts.total + remainder)
 
 
-def _times(ranks: Sequence[Mapping[str, Any]]) -> tuple[TimeParts, float | None] | None:
-    told = [parts for rank in ranks if (parts := parts_of(rank)) is not None]
-    if not told:
+def _times(ranks: Sequence[RankInfo]) -> tuple[TimeParts, float | None] | None:
+    known = [parts for rank in ranks if (parts := rank.parts) is not None]
+    if not known:
         return None
-    return mean_of(told), _mean([rank["remainder_seconds"] for rank in ranks])
+    return mean_of(known), _mean([rank.remainder_seconds for rank in ranks])
 
 
 def _times_of_steps(steps: Sequence[Mapping[str, Any]], num_warm_up: int) -> TimeParts:
-    """Where ranks did not come to tell: what was noted of the steps while they were made."""
-    told = [TimeParts.of(step["parts"]) for step in steps[num_warm_up:] if step["parts"]]
-    return sum(told, NO_TIME)
+    """Of a run that was killed: what was noted of its steps meanwhile."""
+    return sum((TimeParts.of(step["parts"]) for step in steps[num_warm_up:] if step["parts"]), NO_TIME)
 
 
 def _mean(values: Sequence[Any]) -> float | None:
