@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from monitoring.analysis.bottlenecks import Planner
 from monitoring.analysis.facts import RunFacts, Status
+from monitoring.analysis.rules.bottlenecks import Planner
 from monitoring.http.endpoint import Endpoint
 from monitoring.live.monitor_thread import MonitorThread
 from monitoring.live.observer import Observer

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from process_groups.call import Call, Completion
-from process_groups.signals import Abandoned, Counter, Patience
+from process_groups.counters import Abandoned, Counter, Patience
 from runtime.errors import CommunicationError
 from runtime.threads import DaemonThreads
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from monitoring.events.collectives import CollectiveRecorder
 from process_groups.arena import Arena, ArenaUnavailable, Mapping, open_peer
 from process_groups.call import Place
+from process_groups.counters import CAN_WAIT
 from process_groups.formation import GROUP_NAMES, Formation, MeshPlan, ranks_of
 from process_groups.group import Group
 from process_groups.shared_memory.board import Pulse, Segment
@@ -27,7 +28,6 @@ from process_groups.shared_memory.layout import lay_out
 from process_groups.shared_memory.ledger import Member
 from process_groups.shared_memory.sharing import RegisteredMemory, warn_if_not_shared
 from process_groups.shared_memory.transport import SharedMemoryTransport
-from process_groups.signals import CAN_WAIT
 from process_groups.topology import Topology
 from process_groups.torch_backend.backends import (
     choose_backend,

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from monitoring.analysis.bottlenecks import Planner, find_bottlenecks
 from monitoring.analysis.facts import Place, RankFacts, RunFacts
 from monitoring.analysis.observations import Bottleneck, StepTimes, Straggler
+from monitoring.analysis.rules.bottlenecks import Planner, find_bottlenecks
 from monitoring.events.events import Event
 from monitoring.events.time_parts import mean_of
 from monitoring.live.run_state import RunState

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from monitoring.analysis.attribution import attribute
-from monitoring.analysis.bottlenecks import Planner, find_bottlenecks
 from monitoring.analysis.facts import RankFacts, RunFacts
 from monitoring.analysis.observations import Bottleneck, StepTimes, Straggler, Window
+from monitoring.analysis.rules.bottlenecks import Planner, find_bottlenecks
 from monitoring.analysis.stragglers import StragglerDetector
 from monitoring.analysis.timeline import Timeline
 from monitoring.analysis.totals import WARM_UP, RankTotals

@@ -15,9 +15,9 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from monitoring.analysis import traffic
-from monitoring.analysis.bottlenecks import KINDS
 from monitoring.analysis.device_peaks import utilization
 from monitoring.analysis.observations import Severity
+from monitoring.analysis.rules.bottlenecks import KINDS
 from monitoring.events import loop_lag
 from monitoring.events.loop_lag import LagHistogram
 from monitoring.events.time_parts import PARTS

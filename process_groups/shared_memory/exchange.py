@@ -8,10 +8,10 @@ import torch
 
 from process_groups.arena import PAGE, Arena, Mapping, join, no_memory
 from process_groups.call_queue import Steps
+from process_groups.counters import Abandoned, Counter, Sleepers
 from process_groups.reduction import Reducer
 from process_groups.shared_memory.layout import NUM_SLOTS, GroupLayout
 from process_groups.shared_memory.writer import Writer
-from process_groups.signals import Abandoned, Counter, Sleepers
 
 _MOST_KNOWN = 512  # shapes whose views are kept: making them would cost more than a small call's own work
 _MOST_JOINED = 64  # shared results that stay mapped, a mapping for each rank

@@ -25,11 +25,11 @@ from torch.autograd.graph import increment_version
 
 from process_groups.call import Call
 from process_groups.call_queue import CallQueue, Quick, Steps
+from process_groups.counters import Abandoned
 from process_groups.shared_memory.exchange import Exchange
 from process_groups.shared_memory.layout import NUM_PACKETS, PACKET
 from process_groups.shared_memory.streaming import stream
 from process_groups.shared_memory.writer import WORTH_STREAMING, Writer
-from process_groups.signals import Abandoned
 
 _HEADER = struct.Struct("<QQ")
 _WORTH_SHOWING = 64 << 10  # bytes: a larger registered tensor may be read where it lies; then the sender waits

@@ -10,11 +10,11 @@ from collections.abc import Callable
 import torch
 
 from process_groups.arena import Mapping, no_memory
+from process_groups.counters import Abandoned, Patience
 from process_groups.pipes import MESSAGE_WORDS, Idle, Message, Signature, describe, read_description, signature_of
 from process_groups.shared_memory.exchange import Exchange
 from process_groups.shared_memory.layout import NUM_MESSAGES
 from process_groups.shared_memory.writer import Writer
-from process_groups.signals import Abandoned, Patience
 from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed
 
 _LOOK = 0.05  # seconds between looks whether the peer is still there

@@ -12,10 +12,10 @@ import torch
 
 from process_groups.arena import no_memory
 from process_groups.call import Place
+from process_groups.counters import Abandoned, Counter, Patience
 from process_groups.reduction import wide_dtype
 from process_groups.shared_memory.exchange import Exchange
 from process_groups.shared_memory.layout import NUM_ROOMS
-from process_groups.signals import Abandoned, Counter, Patience
 from process_groups.tensor_exchange import Outcome, nothing_moved, slice_of
 from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, Mismatch
 

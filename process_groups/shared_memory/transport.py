@@ -11,6 +11,7 @@ import torch
 from process_groups.arena import Mapping
 from process_groups.call import POINT_TO_POINT, Call, Explanation
 from process_groups.call_queue import ENDED, CallQueue, Channel, Ended, Quick, Steps, Task, is_short
+from process_groups.counters import patience
 from process_groups.shared_memory.collectives import FLAT, FlatAllReduce, is_flat, steps_of
 from process_groups.shared_memory.exchange import Exchange
 from process_groups.shared_memory.layout import GroupLayout
@@ -19,7 +20,6 @@ from process_groups.shared_memory.link import SharedLink
 from process_groups.shared_memory.packets import Packets
 from process_groups.shared_memory.pipes import SharedPipe
 from process_groups.shared_memory.tensor_exchange import SharedTensorExchange
-from process_groups.signals import patience
 from process_groups.strategies.adaptive import Adaptive, Pinned
 from process_groups.strategies.algorithms import program_of
 from process_groups.strategies.execute import all_reduce_steps

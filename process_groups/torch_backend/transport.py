@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from process_groups.call import POINT_TO_POINT, Call, Completion, Explanation
 from process_groups.call_queue import CallQueue, Steps, Task, is_short
+from process_groups.counters import Abandoned, patience
 from process_groups.shared_memory.exchange import Exchange
 from process_groups.shared_memory.ledger import Ledger, Member
 from process_groups.shared_memory.link import SharedLink
 from process_groups.shared_memory.packets import Packets
-from process_groups.signals import Abandoned, patience
 from process_groups.strategies.adaptive import Adaptive, Pinned
 from process_groups.strategies.algorithms import program_of
 from process_groups.strategies.execute import Link, all_reduce_steps

@@ -13,12 +13,12 @@ import torch
 
 import parallel3d
 from parallel3d import CommunicationError, PeerLost
+from process_groups.counters import Counter
 from process_groups.reduction import Reducer
 from process_groups.shared_memory.collectives import FlatAllReduce
 from process_groups.shared_memory.exchange import Exchange
 from process_groups.shared_memory.link import SharedLink
 from process_groups.shared_memory.packets import Inbox, Outbox
-from process_groups.signals import Counter
 from tests.support.processes import abandoned_memory
 from tests.support.ranks import Ranks, Tell, torch_variables
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from monitoring.analysis.bottlenecks import KINDS
+from monitoring.analysis.rules.bottlenecks import KINDS
 from monitoring.dashboards import Setup, Target, files_for, write_files
 from monitoring.events.time_parts import PARTS
 from tests.support.processes import ROOT, Started

@@ -15,7 +15,7 @@ import torch
 
 import parallel3d
 from parallel3d import CommunicationError, DeadlineExceeded, GroupClosed
-from process_groups import signals
+from process_groups import counters
 from process_groups.reduction import PIECE, Reducer
 from process_groups.shared_memory import streaming, writer
 from tests.support.processes import SECONDS
@@ -141,7 +141,7 @@ def test_the_bits_of_a_sum_do_not_depend_on_how_it_is_cut(dtype):
 
 async def call_again_and_again(tell: Tell, num: int) -> None:
     # Who misses a wake-up shall sleep until its call is too late, not just look again.
-    signals._LONGEST_SLEEP, signals._longest_sleep = 3600.0, signals._Timespec(3600, 0)
+    counters._LONGEST_SLEEP, counters._longest_sleep = 3600.0, counters._Timespec(3600, 0)
     async with flat_mesh() as mesh:
         tensor, longest, right = torch.ones(8), 0.0, 0
         for number in range(num):

@@ -11,10 +11,10 @@ import torch
 
 from process_groups.arena import Arena, open_peer
 from process_groups.call import Place
+from process_groups.counters import Patience
 from process_groups.shared_memory.exchange import Exchange
 from process_groups.shared_memory.layout import lay_out
 from process_groups.shared_memory.tensor_exchange import SharedTensorExchange
-from process_groups.signals import Patience
 from process_groups.tensor_exchange import Outcome, TensorExchange
 from runtime.errors import CommunicationError, Coords
 from tests.support.processes import SECONDS

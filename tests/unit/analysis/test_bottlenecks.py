@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from monitoring.analysis.bottlenecks import HIDDEN_BY, KINDS, LEVELS, find_bottlenecks
 from monitoring.analysis.facts import RankFacts, RunFacts
 from monitoring.analysis.observations import (
     AxisTraffic,
@@ -22,6 +21,7 @@ from monitoring.analysis.observations import (
     Straggler,
     Window,
 )
+from monitoring.analysis.rules.bottlenecks import HIDDEN_BY, KINDS, LEVELS, find_bottlenecks
 from monitoring.analysis.rules.view import duration
 from monitoring.events.loop_lag import BOUNDS, LagHistogram
 from monitoring.events.time_parts import PARTS, TimeParts

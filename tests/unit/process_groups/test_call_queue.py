@@ -19,7 +19,7 @@ from process_groups import call_queue
 from process_groups.arena import Arena
 from process_groups.call import Call
 from process_groups.call_queue import CallQueue, Steps, is_short
-from process_groups.signals import Abandoned, Counter, Patience, Sleepers
+from process_groups.counters import Abandoned, Counter, Patience, Sleepers
 from runtime.errors import CommunicationError, GroupClosed, PeerLost
 from tests.support.processes import SECONDS
 

@@ -11,9 +11,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from monitoring.analysis.bottlenecks import KINDS
 from monitoring.analysis.facts import RunFacts
 from monitoring.analysis.observations import Bottleneck, Severity
+from monitoring.analysis.rules.bottlenecks import KINDS
 from monitoring.events.collectives import CollectiveRecorder
 from monitoring.events.events import RECORD_BYTES, Axis, Event, What, pack_into
 from monitoring.events.loop_lag import LagHistogram

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from process_groups.arena import Arena, open_peer
+from process_groups.counters import Patience
 from process_groups.pipes import DTYPES, describe, read_description, signature_of
 from process_groups.shared_memory import writer
 from process_groups.shared_memory.exchange import Exchange
 from process_groups.shared_memory.layout import MESSAGE_WORDS, NUM_MESSAGES, lay_out
 from process_groups.shared_memory.pipes import SharedPipe
-from process_groups.signals import Patience
 from runtime.errors import CommunicationError, DeadlineExceeded, GroupClosed, InvalidCall, PeerLost
 from tests.support.processes import SECONDS
 

@@ -20,6 +20,7 @@ import torch
 from process_groups.arena import Arena, open_peer
 from process_groups.call import Call, Place
 from process_groups.call_queue import ENDED, CallQueue, Steps, Wait
+from process_groups.counters import Abandoned, Counter, Patience
 from process_groups.group import Group
 from process_groups.reduction import PIECE, Reducer
 from process_groups.shared_memory import collectives as shared_collectives
@@ -34,7 +35,6 @@ from process_groups.shared_memory.link import SharedLink
 from process_groups.shared_memory.packets import Packets
 from process_groups.shared_memory.transport import SharedMemoryTransport
 from process_groups.shared_memory.writer import WORTH_STREAMING
-from process_groups.signals import Abandoned, Counter, Patience
 from process_groups.strategies.algorithms import program_of
 from process_groups.strategies.execute import all_reduce_steps
 from runtime.errors import Coords, GroupClosed

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
-from process_groups import signals
+from process_groups import counters as module
 from process_groups.arena import Arena, Mapping, open_peer
-from process_groups.signals import Abandoned, Counter, Patience, Sleepers, patience
+from process_groups.counters import Abandoned, Counter, Patience, Sleepers, patience
 from tests.support.processes import SECONDS
 
 PLACE = 64
@@ -37,8 +37,8 @@ def counters():
 @pytest.fixture
 def nobody_looks_again(monkeypatch):
     """A sleeper that nobody wakes sleeps for ever, so that a lost wake-up is not overlooked."""
-    monkeypatch.setattr(signals, "_LONGEST_SLEEP", 3600.0)
-    monkeypatch.setattr(signals, "_longest_sleep", signals._Timespec(3600, 0))
+    monkeypatch.setattr(module, "_LONGEST_SLEEP", 3600.0)
+    monkeypatch.setattr(module, "_longest_sleep", module._Timespec(3600, 0))
 
 
 def never() -> bool:
@@ -81,7 +81,7 @@ def test_a_peer_sees_what_the_owner_stores(counters):
 
 
 def test_a_look_does_not_wait(counters, monkeypatch):
-    monkeypatch.setattr(signals, "_syscall", refuse)
+    monkeypatch.setattr(module, "_syscall", refuse)
     monkeypatch.setattr(os, "sched_yield", refuse)
     assert not counters[0].reaches(1, 0.0, Patience(looks=100, turns=100), refuse)
 
@@ -137,14 +137,14 @@ def test_no_wake_up_is_lost(nobody_looks_again):
 def test_nobody_is_woken_who_does_not_sleep(counters, monkeypatch):
     mine, theirs = counters
     calls = []
-    monkeypatch.setattr(signals, "_syscall", lambda *args: calls.append(args[2]))
+    monkeypatch.setattr(module, "_syscall", lambda *args: calls.append(args[2]))
     mine.store(1)
     assert calls == []
     with theirs._sleepers, theirs._sleepers:
         mine.store(2)
-        assert calls == [signals._WAKE]
+        assert calls == [module._WAKE]
     mine.store(3)
-    assert calls == [signals._WAKE]
+    assert calls == [module._WAKE]
 
 
 def test_a_rank_sleeps_as_long_as_one_of_its_threads_does(nobody_looks_again):
@@ -201,7 +201,7 @@ def test_a_sleeper_looks_around_by_itself(counters):
     began = time.monotonic()
     with pytest.raises(Abandoned):
         counters[1].reaches(1, math.inf, ASLEEP, third_time)
-    assert time.monotonic() - began >= 2 * 0.9 * signals._LONGEST_SLEEP
+    assert time.monotonic() - began >= 2 * 0.9 * module._LONGEST_SLEEP
 
 
 ALONE, CROWDED = Patience(looks=1600, turns=10), Patience(looks=0, turns=100)
@@ -254,7 +254,7 @@ class CountedLooks:
 def test_looks_then_turns_and_no_sleep(counters, monkeypatch, changes_at, num_turns):
     turns = []
     monkeypatch.setattr(os, "sched_yield", lambda: turns.append(1))
-    monkeypatch.setattr(signals, "_syscall", refuse)
+    monkeypatch.setattr(module, "_syscall", refuse)
     theirs = counters[1]
     theirs.words = words = CountedLooks(changes_at)
     assert theirs.reaches(1, math.inf, Patience(looks=20, turns=30), refuse)
@@ -264,8 +264,8 @@ def test_looks_then_turns_and_no_sleep(counters, monkeypatch, changes_at, num_tu
 def test_sleep_comes_after_the_last_look(counters, monkeypatch):
     turns, sleeps = [], []
     monkeypatch.setattr(os, "sched_yield", lambda: turns.append(1))
-    monkeypatch.setattr(signals, "_syscall", lambda *args: sleeps.append(args[2]))
+    monkeypatch.setattr(module, "_syscall", lambda *args: sleeps.append(args[2]))
     theirs = counters[1]
     theirs.words = words = CountedLooks(changes_at=53)
     assert theirs.reaches(1, math.inf, Patience(looks=20, turns=30), never)
-    assert (words.num_looks, len(turns), sleeps) == (53, 30, [signals._WAIT])
+    assert (words.num_looks, len(turns), sleeps) == (53, 30, [module._WAIT])
