@@ -1,4 +1,4 @@
-"""Who may import whom: each package only what stands above it, and the configuration no torch at all."""
+"""Who may import whom: layers, the rooms inside them, and where torch is not wanted."""
 
 from __future__ import annotations
 
@@ -12,24 +12,90 @@ import pytest
 
 from tests.support.processes import ROOT
 
-ALLOWED = {
-    "monitoring": {"monitoring"},
-    "runtime": {"runtime", "monitoring"},
-    "process_groups": {"process_groups", "runtime", "monitoring"},
-    "parallel3d": {"parallel3d", "process_groups", "runtime", "monitoring"},
+LAYERS = ("monitoring", "runtime", "process_groups", "parallel3d")
+"""Each may import those before it."""
+
+ROOMS = {
+    "monitoring": """
+        checks, dashboards, events, http, text, verify:
+        analysis, http.page: events
+        messages: checks events
+        analysis.rules: analysis
+        live: analysis analysis.rules events http messages
+        prometheus: analysis analysis.rules events live
+        assemble: analysis analysis.rules http live prometheus
+    """,
+    "runtime": """
+        control, cores, errors, signals, threads:
+        environment, gradient_server.wire, log_settings: errors
+        loop: errors signals
+        launch: control cores errors log_settings
+        logs: control environment log_settings
+        gradient_server, gradient_server.client: errors gradient_server.wire logs
+    """,
+    "process_groups": """
+        arena, arguments, call, reduction, topology:
+        counters: arena
+        torch_internals, work: call
+        call_queue: call counters
+        pipes, tensor_exchange: work
+        strategies: call call_queue reduction
+        transport: call call_queue pipes tensor_exchange
+        in_process: call reduction strategies transport
+        issuing: arguments call call_queue transport work
+        repeated: call call_queue issuing work
+        shared_memory: arena call call_queue counters pipes reduction strategies tensor_exchange torch_internals
+        torch_backend: call call_queue counters shared_memory strategies torch_internals transport
+        group: arguments call issuing pipes repeated tensor_exchange transport work
+        formation: arena arguments group shared_memory strategies topology torch_backend
+        rendezvous: arena call counters formation group shared_memory topology torch_backend transport
+        manager: call formation group in_process rendezvous
+    """,
+    "parallel3d": """
+        exit_codes, formatting, pipeline.schedules, shadows, torch_internals:
+        config: formatting pipeline.schedules
+        seeding: torch_internals
+        data: config seeding
+        models: config pipeline.schedules seeding torch_internals
+        rank_mesh: config seeding
+        gradients: rank_mesh torch_internals
+        tensor: config gradients models torch_internals
+        optim: config gradients rank_mesh torch_internals
+        pipeline.simulation: pipeline.schedules
+        pipeline: gradients pipeline.schedules pipeline.simulation rank_mesh
+        planning: config data models pipeline.schedules pipeline.simulation tensor
+        training: config data gradients models optim pipeline pipeline.schedules pipeline.simulation planning
+            rank_mesh seeding tensor torch_internals
+        gradient_worker: config data gradients models optim pipeline pipeline.schedules rank_mesh seeding training
+        reports.drawing: pipeline.schedules pipeline.simulation
+        reports: config pipeline.schedules pipeline.simulation reports.drawing
+        runs: config data exit_codes formatting planning rank_mesh reports training
+        benchmarks: formatting
+        cli: benchmarks config exit_codes formatting gradient_worker pipeline.schedules pipeline.simulation planning
+            reports reports.drawing runs tensor training
+        __main__: cli
+    """,
 }
+"""By layer: a room, or a module outside all rooms, and what it may import of its own layer: only lines above it, so there
+are no circles. `parallel3d` itself may import all and be imported by all: it loads names when they are first used."""
 NOT_SHIPPED = {"tests", "bench", "examples"}
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of everything that a file imports, wherever in it."""
+    """Line and dotted name of every module that a file imports, wherever in it."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: a relative import hides where it leads"
-            assert node.module is not None
-            yield node.lineno, node.module
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield node.lineno, name if is_module(name) else str(node.module)
+
+
+def is_module(name: str) -> bool:
+    path = ROOT / name.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").is_file()
 
 
 def files(package: str) -> list[Path]:
@@ -38,16 +104,72 @@ def files(package: str) -> list[Path]:
     return found
 
 
-@pytest.mark.parametrize("package", ALLOWED)
-def test_a_package_imports_only_what_stands_above_it(package):
-    forbidden = (set(ALLOWED) | NOT_SHIPPED) - ALLOWED[package]
+def room_of(module: str) -> str:
+    """Without its layer: `pipeline.schedules` of `parallel3d.pipeline.schedules.gpipe`; empty for a layer itself."""
+    inside = module.partition(".")[2]
+    is_package = (ROOT / module.replace(".", "/")).is_dir()
+    return inside if is_package or "." not in inside else inside.rpartition(".")[0]
+
+
+def allowed(layer: str) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for line in ROOMS[layer].replace("\n            ", " ").strip().splitlines():
+        rooms, _, targets = line.strip().partition(":")
+        found |= {room.strip(): set(targets.split()) for room in rooms.split(",")}
+    return found
+
+
+def edges(layer: str) -> Iterator[tuple[str, str, str]]:
+    """The import line, the importing room and the imported room of every import inside a layer."""
+    for path in files(layer):
+        relative = path.relative_to(ROOT)
+        source = room_of(".".join(relative.with_suffix("").parts).removesuffix(".__init__"))
+        for line, name in imports(path):
+            if name.partition(".")[0] == layer and source and (target := room_of(name)) and target != source:
+                yield f"{relative}:{line} imports {name}", source, target
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_imports_only_those_below_it(layer):
+    forbidden = set(LAYERS[LAYERS.index(layer) + 1 :]) | NOT_SHIPPED
     wrong = [
         f"{path.relative_to(ROOT)}:{line} imports {name}"
-        for path in files(package)
+        for path in files(layer)
         for line, name in imports(path)
         if name.partition(".")[0] in forbidden
     ]
     assert wrong == []
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_room_imports_only_what_it_may(layer):
+    rooms = allowed(layer)
+    wrong = [line for line, source, target in edges(layer) if target not in rooms.get(source, ())]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_allowed_import_is_made(layer):
+    made = {(source, target) for _, source, target in edges(layer)}
+    assert {(room, target) for room, targets in allowed(layer).items() for target in targets} - made == set()
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_rooms_stand_below_what_they_import(layer):
+    order = list(allowed(layer))
+    wrong = [
+        f"{room} is above {target}"
+        for room, targets in allowed(layer).items()
+        for target in targets
+        if order.index(target) >= order.index(room)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_no_room_is_crowded(layer):
+    for folder in {path.parent for path in files(layer)}:
+        assert len(list(folder.glob("*.py"))) <= 21, folder
 
 
 @pytest.mark.parametrize(
