@@ -49,3 +49,9 @@ def test_links_lead_somewhere(page):
             linked = page.parent / name if name else page
             assert linked.exists(), target
             assert not anchor or anchor in anchors(linked), target
+
+
+@pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda path: path.name)
+def test_named_files_exist(page):
+    for name in re.findall(r"`((?:monitoring|runtime|process_groups|parallel3d|tests|bench)/[\w/]+\.py)`", page.read_text()):
+        assert (ROOT / name).is_file(), name
