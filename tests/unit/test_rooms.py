@@ -76,8 +76,8 @@ ROOMS = {
         __main__: cli
     """,
 }
-"""By layer: a room, or a module outside all rooms, and what it may import of its own layer: lines above it, so there are
-no circles. `parallel3d` itself may import all and be imported by all: it loads names when they are first used."""
+"""By layer: a room, or a module outside all rooms, and what it may import of its own layer: only lines above it.
+`parallel3d` itself may import all and be imported by all: its names are loaded when first used."""
 NOT_SHIPPED = {"tests", "bench", "examples"}
 
 
