@@ -1,1 +1,1 @@
-"""Who talks to whom and how bytes move: topology, groups, transports."""
+"""Rank topology, process groups, and the transports that move their bytes."""

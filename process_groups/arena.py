@@ -1,7 +1,7 @@
-"""A rank's registered memory: one sparse memory file, mapped whole by its peers on the same host.
+"""A rank's registered memory: one sparse memory file that its peers on the same host map as a whole.
 
-A buffer is an offset in that file, so an offset is all that peers need to find it. Pages cost memory only once
-they are touched, and nothing is left behind when the process ends, however it ends.
+A buffer is an offset in that file, so peers find it by offset alone. Pages use memory only once they are touched, and
+the system frees everything when the process ends, even if it is killed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from runtime.errors import CommunicationError
 NONCE = 16
 PAGE = 4096
 _LINE = 64  # bytes of a cache line: buffers never share one
-_GIVE_BACK = 1 << 20  # a freed block from this size up returns its pages to the system
-_MOST_ADDRESSES = 16 << 40  # of the 128 TiB that a process has, for the arenas of all ranks together
+_GIVE_BACK = 1 << 20  # bytes; freed blocks of at least this size return their pages to the system
+_MOST_ADDRESSES = 16 << 40  # bytes for the arenas of all ranks together; a process can address 128 TiB
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
@@ -40,15 +40,15 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class ArenaUnavailable(Exception):
-    """Memory can't be shared here; the text says why, with numbers, and what would help."""
+    """Memory can't be shared here; the message says why, with numbers, and the remedy."""
 
 
 class Mapping:
-    """An arena as one process sees it: its own, or a peer's."""
+    """An arena mapped into this process: its own or a peer's."""
 
     def __init__(self, fd: int) -> None:
         self._mapping = mmap.mmap(fd, 0)
-        with suppress(OSError):  # only a wish: huge pages for shared memory are off on most systems
+        with suppress(OSError):  # optional: most systems disable huge pages for shared memory
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self.memory = memoryview(self._mapping)
         self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
@@ -56,26 +56,26 @@ class Mapping:
         self.size = len(self._mapping)
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A view of some elements; does not keep the block that it shows from being freed."""
-        if torch.is_inference_mode_enabled():  # it may be kept for calls outside of that mode
+        """A view of `numel` elements at `offset`. It does not keep the underlying block from being freed."""
+        if torch.is_inference_mode_enabled():  # the view may be used later outside inference mode
             with torch.inference_mode(False):
                 return self.tensor(offset, numel, dtype)
         return self.bytes[offset : offset + numel * dtype.itemsize].view(dtype)
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Where a contiguous tensor lies; None when it is not in here."""
+        """The offset of a contiguous tensor; None if it is not in this arena."""
         offset = tensor.data_ptr() - self.address
         return offset if 0 <= offset < self.size else None
 
 
 def open_peer(address: str) -> Mapping | None:
-    """Map a peer's arena; None where that can't be done: another host, container or user."""
+    """Map a peer's arena; None if that is not possible (another host, container or user)."""
     pid, number, nonce = address.split("/")
     try:
         fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return None
-    try:  # the same pid and number may mean something else here: the nonce decides
+    try:  # pid and fd may belong to another process here: the nonce identifies the arena
         return Mapping(fd) if os.pread(fd, NONCE, 0).hex() == nonce else None
     except (OSError, ValueError):
         return None
@@ -84,12 +84,12 @@ def open_peer(address: str) -> Mapping | None:
 
 
 def join(parts: Sequence[tuple[Mapping, int, int]]) -> torch.Tensor:
-    """Ranges (start, stop) of whole pages in several arenas, as if they lay in a row: bytes that nobody copies."""
-    region = mmap.mmap(-1, sum(stop - start for _, start, stop in parts))  # addresses; unmapped with the last tensor
+    """Map page-aligned ranges (start, stop) of several arenas one after another, without copying. Returns the bytes."""
+    region = mmap.mmap(-1, sum(stop - start for _, start, stop in parts))  # unmapped with the last tensor
     joined = torch.frombuffer(region, dtype=torch.uint8)
     place = joined.data_ptr()
     for mapping, start, stop in parts:
-        # Of length 0, a shared mapping is not moved but mapped a second time.
+        # With an old length of 0, mremap maps shared pages a second time instead of moving them.
         found = _libc.mremap(
             mapping.address + start, 0, stop - start, _MREMAP_MAYMOVE | _MREMAP_FIXED, ctypes.c_void_p(place)
         )
@@ -100,7 +100,7 @@ def join(parts: Sequence[tuple[Mapping, int, int]]) -> torch.Tensor:
 
 
 class Arena(Mapping):
-    """This rank's own memory. `reserved` bytes at its beginning are laid out by others; the rest is handed out."""
+    """This rank's own arena. The first `reserved` bytes are for callers to lay out; the rest is for allocation."""
 
     def __init__(self, reserved: int, num_ranks: int) -> None:
         size = _virtual_size(num_ranks)
@@ -117,17 +117,17 @@ class Arena(Mapping):
         self._fd, self._pid = fd, os.getpid()
         self._lock = threading.Lock()
         self._free = [(_round_up(reserved, PAGE), size)]
-        """Free ranges (start, stop) in order."""
+        """Free ranges (start, stop), sorted."""
         self._returned: deque[tuple[int, int]] = deque()
-        """Ranges that are not in use any more, and not among the free ones yet."""
+        """Released ranges that are not yet in `_free`."""
         self._blocks: dict[int, weakref.ref[memoryview]] = {}
         self.num_bytes_used = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """A new registered buffer; None when there is too little memory for it."""
+        """A new registered buffer; None if there is not enough memory."""
         shape = tuple(map(index, shape))
         num_bytes = prod(shape) * dtype.itemsize
-        if num_bytes == 0 or min(shape, default=0) < 0:  # torch says what is wrong with a negative size
+        if num_bytes == 0 or min(shape, default=0) < 0:  # torch raises the error for a negative size
             return torch.empty(shape, dtype=dtype)
         size = _round_up(num_bytes, PAGE if num_bytes >= PAGE else _LINE)
         if size >= _GIVE_BACK and size > available_memory():
@@ -137,8 +137,8 @@ class Arena(Mapping):
             return None
         block = self.memory[start : start + size]
         tensor = torch.frombuffer(block, dtype=dtype, count=prod(shape)).view(shape)
-        # The tensor's storage holds the block, and every view holds the storage. (weakref.finalize would do the same,
-        # but it also runs when the process ends, where a signal makes it print.)
+        # The tensor's storage holds the block, and every view holds the storage. weakref.finalize would also run at
+        # process exit, where a signal makes it print.
         self._blocks[start] = weakref.ref(block, partial(_let_go, weakref.ref(self), start, size))
         return tensor
 
@@ -146,7 +146,7 @@ class Arena(Mapping):
         self._take_back()
         with self._lock:
             for i, (first, stop) in enumerate(self._free):
-                start = _round_up(first, PAGE) if size >= PAGE else first  # whole pages can be given back
+                start = _round_up(first, PAGE) if size >= PAGE else first  # so that its pages can be returned
                 if stop - start >= size:
                     left = (first, start), (start + size, stop)
                     self._free[i : i + 1] = [(a, b) for a, b in left if a < b]
@@ -155,8 +155,8 @@ class Arena(Mapping):
         return None
 
     def release(self, start: int, size: int) -> None:
-        """A buffer is no longer used. The garbage collector calls this in any thread, even one that has the lock."""
-        if os.getpid() != self._pid:  # a forked child lets go of its copy only; the memory is its parent's
+        """Free a buffer. The garbage collector calls this in any thread, even one that holds the lock."""
+        if os.getpid() != self._pid:  # a forked child must not free memory that belongs to its parent
             return
         if size >= _GIVE_BACK:
             _libc.madvise(self.address + start, size, mmap.MADV_REMOVE)
@@ -176,7 +176,7 @@ class Arena(Mapping):
                 self._lock.release()
 
     def close(self) -> None:
-        """Peers that have not mapped it can't any more. The memory goes with the last buffer and mapping."""
+        """Prevent further mappings by peers. The memory is freed with the last buffer and mapping."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -188,7 +188,7 @@ def _let_go(arena: weakref.ref[Arena], start: int, size: int, _: object) -> None
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Neighbouring ranges as one."""
+    """Merge adjacent ranges."""
     joined: list[tuple[int, int]] = []
     for start, stop in ranges:
         if joined and joined[-1][1] == start:
@@ -203,13 +203,13 @@ def _round_up(value: int, step: int) -> int:
 
 
 def _virtual_size(num_ranks: int) -> int:
-    """All memory of this host, as far as every rank can map every other's."""
+    """The host's physical memory, limited so that every rank has addresses to map all arenas."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return _round_up(min(memory, _MOST_ADDRESSES // num_ranks), PAGE)
 
 
 def available_memory() -> int:
-    """Bytes that can still be used here, as the system and this process's control group say."""
+    """Bytes still available, according to the system and this process's control group."""
     return min(_system_available(), *_group_available())
 
 
@@ -222,7 +222,8 @@ def _system_available() -> int:
 
 
 def _group_available(folder: str = "/sys/fs/cgroup") -> list[int]:
-    """What is left of the control group's limit: version 2, then version 1. Containers see their own at the root."""
+    """Bytes left under the limits of cgroup v2 and v1, and a very large number in case there are none. Containers see
+    their own control group at the root."""
     found = [1 << 62]
     for limit, used, stat, name in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),
@@ -230,14 +231,14 @@ def _group_available(folder: str = "/sys/fs/cgroup") -> list[int]:
     ):
         with suppress(OSError, ValueError, StopIteration):
             most, now = (int(Path(folder, file).read_text()) for file in (limit, used))
-            # Files that were read are kept in memory as long as nobody needs it: that much can be had back.
+            # Cached file pages count as used, but the kernel reclaims them on demand.
             lines = (line.split() for line in Path(folder, stat).read_text().splitlines())
             found.append(max(0, most - now + next(int(value) for key, value in lines if key == name)))
     return found
 
 
 def no_memory(what: str, num_bytes: int) -> CommunicationError:
-    """For what can't be done without a registered buffer of this size."""
+    """The error for an operation that needs a registered buffer of this size and can't get one."""
     needed, available = (each / (1 << 20) for each in (num_bytes, available_memory()))
     return CommunicationError(
         f"no memory for {what} of {needed:.1f} MiB: {available:.1f} MiB are available here. Give the ranks more "
@@ -257,7 +258,7 @@ def _explain(error: OSError | ValueError, size: int) -> str:
 
 
 def why_not_mapped(num_ranks_here: int, num_ranks: int) -> str | None:
-    """Why this process can't map the arenas of all ranks on its host, if that is a limit of its own."""
+    """Why an address limit of this process prevents mapping the arenas of all ranks on its host; None if it doesn't."""
     need = num_ranks_here * _virtual_size(num_ranks)
     name = "addresses (ulimit -v)"
     return _limited(name, need)

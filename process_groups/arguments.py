@@ -1,4 +1,4 @@
-"""Checks of what users pass to a group's calls: they need no other rank, and raise InvalidCall."""
+"""Local checks of the arguments of a group's calls; they raise InvalidCall."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STRATEGIES = ("default", "ring", "tree", "hierarchical", "adaptive")
 
 
 class ArgumentChecks:
-    """The checks of one group. `kind` is the call, as the error names it."""
+    """The checks of one group. `kind` is the name of the call in error messages."""
 
     __slots__ = ("_device_type", "_group_name", "_is_cpu", "_rank", "_size", "_transport_name")
 

@@ -1,4 +1,4 @@
-"""A call as transports get it, what they give back for it, and the errors that name its ranks."""
+"""The call that a transport receives, the completion that it returns, and the errors that name the ranks involved."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def describe_terms(
     strategy: str = "default",
     shared: bool = False,
 ) -> str:
-    """What the ranks must agree on, as the same text on each: `all_reduce(sum, ring) of float32 (4, 5)`."""
+    """What all ranks must agree on, as text to compare: `all_reduce(sum, ring) of float32 (4, 5)`."""
     what = "" if dtype is None else f"{str(dtype)[6:]} {tuple(shape)}"
     if kind in POINT_TO_POINT:
         return what
@@ -37,12 +37,12 @@ def describe_terms(
     return f"{name} of {what}" if what else name
 
 
-@dataclass(slots=True, eq=False)  # made for every call, and freezing would double what that costs
+@dataclass(slots=True, eq=False)  # one is made per call, and frozen=True would double the cost
 class Call:
-    """One collective, send or receive as this rank makes it. Tensors are contiguous and never need a gradient.
+    """One collective, send or receive of this rank. Tensors are contiguous and never require a gradient.
 
-    `source` is read and `target` is written; for an in-place call they are the same tensor. Nothing but
-    `carried_out_by` and `result` is changed after it was made.
+    `source` is read and `target` is written; for an in-place call they are the same tensor. Transports change only
+    `carried_out_by` and `result`.
     """
 
     kind: str
@@ -56,28 +56,29 @@ class Call:
 
     timeout: float = 30.0
     number: int = 0
-    """Its place, from 1, among this rank's collectives of the group, its sends to `peer` or receives from it."""
+    """Sequence number from 1: among this rank's collectives on the group, its sends to `peer`, or its receives from
+    `peer`."""
 
     terms: str = ""
     """What the ranks must agree on, see `describe_terms`."""
 
     strategy: str = "default"
-    """How an all-reduce is carried out: default, ring, tree, hierarchical or adaptive."""
+    """The strategy of an all-reduce: default, ring, tree, hierarchical or adaptive."""
 
     carried_out_by: str | None = None
     """The strategy that `adaptive` chose."""
 
     memory: memoryview | None = None
-    """The bytes of the one tensor of a small call, where they are at hand: copying them so saves a microsecond."""
+    """The tensor's bytes, set for repeated small calls: copying through it is a microsecond faster."""
 
     shared: bool = False
-    """Whether the ranks may have one result of an all-reduce in common."""
+    """Whether the ranks may share one result tensor of an all-reduce."""
 
     result: torch.Tensor | None = None
-    """That one, where they have; it takes the place of the target."""
+    """The shared result if there is one; it replaces the target."""
 
     def copy(self) -> Call:
-        """What dataclasses.replace gives, but it takes four times as long."""
+        """A copy; dataclasses.replace takes four times as long."""
         return Call(
             self.kind, self.source, self.target, self.op, self.peer,
             self.timeout, self.number, self.terms, self.strategy, self.carried_out_by, self.memory,
@@ -89,18 +90,18 @@ class Call:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no bytes to move; on every rank, for the terms say so."""
+        """Whether there are no bytes to move. The same on every rank, because the terms contain the shape."""
         tensor = self.target if self.target is not None else self.source
         return tensor is not None and tensor.numel() == 0
 
     def describe(self) -> str:
-        """How messages show the call."""
+        """The call as shown in messages."""
         return f"{self.kind} of {self.terms}" if self.is_point_to_point else self.terms
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank and where it sits, as messages name it."""
+    """A rank and its mesh coordinates, as shown in messages."""
 
     rank: int
     coords: Coords
@@ -110,7 +111,7 @@ class Place:
 
 
 def mismatch(group_name: str, call: Call, me: Place, peer: Place, their_terms: str) -> Mismatch:
-    """The error that names both ranks and what each of them called."""
+    """The error for ranks whose calls differ; names both ranks and what each called."""
     mine, theirs = {"send": ("sends", "receives"), "recv": ("receives", "sends")}.get(call.kind, ("calls", "calls"))
     return Mismatch(
         f"call number {call.number} on group {group_name}: {me} {mine} {call.terms}, "
@@ -122,7 +123,7 @@ def mismatch(group_name: str, call: Call, me: Place, peer: Place, their_terms: s
 
 
 def peer_lost(group_name: str, call: Call, peer: Place, how: str) -> PeerLost:
-    """The error for a call that a peer will never take part in."""
+    """The error for a call that can't complete because a peer is gone."""
     return PeerLost(
         f"{peer} {how}; {call.describe()} on group {group_name} can't end.",
         rank=peer.rank,
@@ -132,7 +133,7 @@ def peer_lost(group_name: str, call: Call, peer: Place, how: str) -> PeerLost:
 
 
 def not_made(call: Call, num_made: int, last_terms: str | None) -> str:
-    """What a peer has not done, and what it did last: the rest of a sentence that begins with its name."""
+    """What a peer has not done and what it did last, to follow the peer's name in a message."""
     if call.kind == "send":
         return f"has not received it; of what was sent from here it has asked for {num_made}"
     if call.kind == "recv":
@@ -143,12 +144,12 @@ def not_made(call: Call, num_made: int, last_terms: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What carries an all-reduce of some size out, and why."""
+    """The strategy that an all-reduce of some size uses, and why."""
 
     strategy: str
     why: str
     seconds: dict[str, float] = field(default_factory=dict)
-    """What each strategy is known to take for such a size."""
+    """Known seconds of each strategy for this size."""
 
     def __str__(self) -> str:
         known = ", ".join(f"{name} {seconds * 1e6:,.0f} µs" for name, seconds in self.seconds.items())
@@ -156,17 +157,18 @@ class Explanation:
 
 
 class Completion(Protocol):
-    """The end of one started call."""
+    """Tells when and how a started call ends."""
 
     @property
     def ended_at(self) -> float | None:
-        """The moment it ended, of time.monotonic, where that is known."""
+        """When it ended, in time.monotonic() seconds; None if not known."""
 
     def ended_well(self, seconds: float) -> bool:
-        """Whether the call has ended without error; may wait so long where that costs less than a hand-over."""
+        """Whether the call has ended without error. May wait up to `seconds`, which is cheaper than switching threads
+        for a call that ends soon."""
 
     def exception(self) -> BaseException | None:
-        """What went wrong, once done. A transport raises CommunicationError only."""
+        """The error of an ended call, if any. Transports use only CommunicationError."""
 
     def add_done_callback(self, callback: Callable[[Completion], None], /) -> object:
-        """Call back from any thread, at once when already done."""
+        """Call `callback` from any thread when the call ends; immediately if it has ended."""

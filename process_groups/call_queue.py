@@ -1,7 +1,7 @@
-"""Calls of one channel, carried out in order: by the event loop's thread for a moment, or else by a thread.
+"""Runs the calls of one channel in order: briefly on the event loop's thread, otherwise on a thread of its own.
 
-A call is a generator that does its part and yields what it has to wait for. So the event loop's thread can begin a
-call, and the queue's thread continues it where the loop had to stop.
+A call is a generator that does this rank's work and yields what it has to wait for. The event loop can therefore start
+a call, and the queue's thread can continue it where the loop stopped.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ Wait = tuple[Counter, int]
 """A counter and the value it has to reach."""
 
 Steps = Iterator[Wait]
-_SHORT_BYTES = 1 << 20  # the event loop moves these in about 0.2 ms; a thread moves more
-_MIDDLE_BYTES = 16 << 20  # moved in a millisecond or two: up to here the cost of waking the thread matters
+_SHORT_BYTES = 1 << 20  # the event loop moves this much in about 0.2 ms; larger calls are left to the thread
+_MIDDLE_BYTES = 16 << 20  # takes a millisecond or two; up to this size the cost of waking the thread matters
 
 
 @dataclass(frozen=True, slots=True)
 class _AwaitHabit:
-    """When callers are expected to await the next call right away, so that waking the thread would only cost time."""
+    """When to expect that the caller awaits the next call immediately, so that waking the thread would waste time."""
 
     at_once_seconds: float = 0.0003
-    """From a call to its await; with cold caches Python alone takes half of that."""
+    """Longest time from a call to an immediate await; with cold caches Python alone takes half of it."""
     num_calls: int = 4
-    """Consecutive calls that were awaited at once."""
+    """Consecutive immediate awaits after which the next one is expected."""
     look_seconds: float = 0.01
-    """Calls further apart make no habit; the thread looks this often whether there still is one."""
+    """Calls further apart than this don't count; the thread checks at this interval whether the pattern still holds."""
 
 
 _HABIT = _AwaitHabit()
 
 
 def is_short(call: Call) -> bool:
-    """Whether this rank's part takes so little time that the event loop can do it."""
+    """Whether the call is small enough to run on the event loop."""
     return _num_bytes(call) <= _SHORT_BYTES
 
 
@@ -71,7 +71,7 @@ class CallQueue:
         self.patience, self.is_abandoned, self.explain = patience, is_abandoned, explain
         self._tasks: deque[Task] = deque()
         self._failed: list[Task] = []
-        """Kept, because a peer may still be writing a last piece into their buffers."""
+        """Kept alive, because a peer may still write into their buffers."""
         self._driving = threading.Lock()
         self.ending = threading.Lock()
         self._thread = DaemonThreads(name, limit=1)
@@ -80,18 +80,17 @@ class CallQueue:
         self._is_looked_after = False
         self._num_awaited_at_once = 0
         self._latest_added = -math.inf
-        """When the call was made that was awaited last."""
+        """When the most recently awaited call was made."""
 
     def add(self, call: Call, steps: Steps, is_short: bool) -> Task:
-        """Queue a call. A short one that is next goes ahead at once, as far as it can without waiting. Others are for
-        the thread, unless it would come too late anyway because callers use to await them right away."""
+        """Queue a call. A short call that is first in the queue runs immediately until it has to wait. Longer calls are
+        left to the thread, unless the caller is expected to await them before the thread would start."""
         task = Task(self, call, steps)
         if not is_short:
             task.added = time.monotonic() if _num_bytes(call) <= _MIDDLE_BYTES else None
             is_next = not self._tasks
-            self._tasks.append(
-                task
-            )  # before the look at the thread: what is there when it stops looking, it carries out
+            # Before reading _is_looked_after: the thread clears it first and then runs all queued tasks.
+            self._tasks.append(task)
             has_habit = self._is_looked_after and self._num_awaited_at_once >= _HABIT.num_calls
             if has_habit and is_next and task.added is not None:
                 self._kick_soon()
@@ -113,14 +112,14 @@ class CallQueue:
         return task
 
     def add_waiting(self, call: Call, steps: Steps) -> Task:
-        """Queue a short call that has to wait."""
+        """Queue a short call that has started and has to wait."""
         task = Task(self, call, steps)
         self._tasks.append(task)
         self._kick_soon()
         return task
 
     def note_await(self, added: float, now: float) -> None:
-        """A call of middle length that was made at `added` is awaited now."""
+        """Record that a medium-sized call made at `added` is awaited at `now`."""
         is_at_once = now - added < _HABIT.at_once_seconds and added - self._latest_added < _HABIT.look_seconds
         self._num_awaited_at_once = self._num_awaited_at_once + 1 if is_at_once else 0
         self._latest_added = added
@@ -129,27 +128,27 @@ class CallQueue:
             self._thread.submit(self._look)
 
     def _look(self) -> None:
-        """In the thread: while calls are awaited at once it is not woken for each, but looks now and then, so that
-        a call makes progress even if the loop is busy with something else."""
+        """Runs in the thread while calls are awaited immediately. The thread is not woken for each call but polls, so
+        that a call makes progress even if the loop is busy."""
         latest = -math.inf
         self._thread_is_wanted.clear()
         while not (self._thread_is_called or self._is_stopped or self._thread_is_wanted.wait(_HABIT.look_seconds)):
             if self._latest_added == latest:
-                break  # no call was awaited since the last look
+                break  # no call was awaited since the last check
             latest = self._latest_added
         self._is_looked_after = False
         with self._driving:
             self._drive(math.inf)
 
     def _kick_soon(self) -> None:
-        """Wake the thread for the call unless it is awaited before the loop's next turn."""
+        """Wake the thread in the loop's next iteration if calls are still queued then."""
         if not self._kick_is_due:
             asyncio.get_running_loop().call_soon(self._kick)
             self._kick_is_due = True
 
     @property
     def is_idle(self) -> bool:
-        """Whether a call that is made now would be the next."""
+        """Whether a call made now would be first in the queue."""
         return not self._tasks and not self._driving.locked()
 
     def _kick(self) -> None:
@@ -158,7 +157,7 @@ class CallQueue:
             self.call_thread()
 
     def go_on(self, end: float) -> bool:
-        """Carry calls out until `end`; False when some are left, or when the thread is at it."""
+        """Run queued calls until `end`; False if some are left or another thread is running them."""
         if not self._driving.acquire(blocking=False):
             return False
         try:
@@ -183,12 +182,12 @@ class CallQueue:
             self._thread_is_wanted.set()
 
     def _drive_in_thread(self) -> None:
-        self._thread_is_called = False  # before looking: what comes later calls again
+        self._thread_is_called = False  # before reading the queue, so that later calls wake the thread again
         with self._driving:
             self._drive(math.inf)
 
     def stop(self) -> None:
-        """Let the thread end after what is left to do."""
+        """Make the thread exit after it has run the queued calls."""
         if self._tasks:
             self.call_thread()
         self._is_stopped = True
@@ -197,35 +196,35 @@ class CallQueue:
 
 
 class Channel(Protocol):
-    """Calls that have one order on this rank and on its partners, which see each call before its bytes move."""
+    """An ordered stream of calls between this rank and its partners, which see each call before its bytes move."""
 
     def post_at_once(self, call: Call) -> bool:
-        """Show the call to the partners; False, and nothing done, if one of them is too far behind."""
+        """Publish the call to the partners. Does nothing and returns False if one of them is too far behind."""
 
     @property
     def finish(self) -> Callable[[], None]:
-        """Show that the oldest call that was not finished is."""
+        """A function that marks the oldest unfinished call as finished."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quick:
-    """How small calls of one sort are carried out where they are made."""
+    """Runs small calls of one kind directly in the caller."""
 
     queue: CallQueue
     is_next: Callable[[], bool]
-    """Whether such a call may be carried out now; True only where nothing comes before it."""
+    """Whether such a call may run now; True only if no other call is ahead of it."""
     _begin: Callable[[Call], Steps | None]
 
     def begin(self, call: Call) -> Steps | None:
-        """Carry it out as far as possible without waiting; returns what is left to do, if anything."""
+        """Run the call until it has to wait; returns the remaining steps, or None if it is done."""
         try:
             return self._begin(call)
-        except Exception as failed:  # peers have seen the call: it fails for all
+        except Exception as failed:  # peers have seen the call, so it fails on all ranks
             raise CommunicationError(f"{type(failed).__name__}: {failed}") from failed
 
 
 class Ended:
-    """The Completion of a call that was carried out when it was made."""
+    """The Completion of a call that ended while it was made."""
 
     ended_at = None
 
@@ -257,17 +256,17 @@ class Task:
         self._is_inference = call.target is not None and call.target.is_inference()
         self._waits_for: Wait | None = None
         self.added: float | None = None
-        """When, until it is awaited; of a call of middle length."""
+        """When a medium-sized call was added; None for other calls and after the await."""
         self.ended = False
         self.ended_at: float | None = None
         self._error: CommunicationError | None = None
         self._callbacks: list[Callable[[Completion], None]] | None = None
 
     def go_on(self, end: float) -> bool:
-        """Whether it has ended."""
+        """Continue the call until `end`; returns whether it has ended."""
         if not self._is_inference:
             return self._go_on(end)
-        with torch.inference_mode():  # a thread has its own mode, and such a tensor can be written to in no other
+        with torch.inference_mode():  # the mode is per thread, and inference tensors are writable only in it
             return self._go_on(end)
 
     def _go_on(self, end: float) -> bool:
@@ -283,13 +282,13 @@ class Task:
             error = queue.explain(self.call)
         except CommunicationError as failed:
             error = failed
-        except Exception as failed:  # a failing tensor operation shall end the call, not the thread
+        except Exception as failed:  # a failing tensor operation must end the call, not the thread
             error = CommunicationError(f"{type(failed).__name__}: {failed}")
         self._end(error)
         return True
 
     def _end(self, error: CommunicationError | None) -> None:
-        self._steps = _NOTHING  # with the steps go the tensors that they hold
+        self._steps = _NOTHING  # releases the tensors that the steps hold
         with self._queue.ending:
             self._error, self.ended_at, self.ended = error, time.monotonic(), True
             callbacks, self._callbacks = self._callbacks, None

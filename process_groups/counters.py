@@ -1,11 +1,11 @@
-"""Counters in shared memory, and how ranks wait for them: a moment awake, then asleep on a futex.
+"""Counters in shared memory. Ranks wait for them by spinning briefly and then sleeping on a futex.
 
-A counter has one writer, which stores the new value and wakes all that sleep on it; no sleeper is elected to wake the
-others, so no wake-up is lost. A sleeper still looks again now and then, because a dead writer wakes none.
+A counter has one writer, which stores the new value and wakes every sleeper itself, so no wake-up is lost. Sleepers
+also time out regularly, because a dead writer wakes nobody.
 
-Waking costs a system call, so a rank says that it sleeps before it looks for the last time, and a writer stores the
-value before it looks who sleeps. Both have to happen in that order in memory too: the kernel sees to it for the
-sleeper, a lock for the writer.
+Waking costs a system call, so the writer makes it only if a rank is marked as sleeping. A sleeper sets its mark before
+it checks the value for the last time, and the writer stores the value before it reads the marks. Memory must keep that
+order: the kernel ensures it for the sleeper, a lock for the writer.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from runtime.cores import num_cores
 _MASK = (1 << 32) - 1
 _WAIT, _WAKE, _EVERYBODY = 0, 1, (1 << 31) - 1
 _FUTEX = 202  # the system call's number on x86_64
-_LONGEST_SLEEP = 0.05  # seconds, then whether the group was aborted
+_LONGEST_SLEEP = 0.05  # seconds until a sleeper checks whether the group was aborted
 CAN_WAIT = platform.machine() == "x86_64"
-"""Only there do other cores see stores in order, and is a lock a fence: Python has nothing else to ask for either."""
+"""Only on x86_64 do other cores see stores in order, and is a lock a full fence; Python offers no other fence."""
 
 
 class Patience(NamedTuple):
-    """How long to look before sleeping: at most about as long as being woken takes, 60 µs with the caches gone cold."""
+    """How long to spin before sleeping: at most about as long as a wake-up takes, 60 µs with cold caches."""
 
     looks: int
-    """Looks at the counter, without a pause."""
+    """Number of reads of the counter without a pause."""
     turns: int
-    """Then turns given to others, with a look after each."""
+    """Then number of sched_yield calls, with a read after each."""
 
 
 def patience(num_ranks_here: int) -> Patience:
-    """For ranks that share this host's cores. Where they don't fit, a peer needs the core more than this one."""
+    """The patience for this many ranks on the host. With more ranks than cores, a waiting rank yields its core at
+    once."""
     return Patience(1600, 10) if num_ranks_here <= num_cores() else Patience(0, 100)
 
 
@@ -53,14 +54,14 @@ _longest_sleep = _Timespec(0, int(_LONGEST_SLEEP * 1e9))
 
 
 class Sleepers:
-    """How many threads of each rank of a group may be asleep: a word a rank, written by that rank alone."""
+    """How many threads of each rank of a group may be asleep: one word per rank, written only by that rank."""
 
     def __init__(self, mine: memoryview, theirs: Sequence[memoryview]) -> None:
         self._mine, self.theirs = mine, theirs
         self._counting = threading.Lock()
 
     def only(self, theirs: memoryview) -> Sleepers:
-        """For a counter that one peer waits for."""
+        """The same for a counter that only one peer waits for."""
         found = Sleepers(self._mine, (theirs,))
         found._counting = self._counting
         return found
@@ -88,15 +89,15 @@ class Counter:
     def __init__(self, mapping: Mapping, offset: int, sleepers: Sleepers) -> None:
         self._sleepers, self._fence = sleepers, threading.Lock()
         self.words = mapping.memory[offset : offset + 8].cast("Q")
-        """Its value, for those who look often."""
-        self._address = ctypes.c_void_p(mapping.address + offset)  # little-endian: its low half is the futex
+        """A one-word view of the value, for fast repeated reads."""
+        self._address = ctypes.c_void_p(mapping.address + offset)  # little-endian: the futex is the low half
 
     @property
     def value(self) -> int:
         return self.words[0]
 
     def store(self, value: int) -> None:
-        """For its one writer."""
+        """Set the value and wake sleepers. Only the counter's one writer may call it."""
         self.words[0] = value
         with self._fence:  # never contended
             pass
@@ -106,11 +107,13 @@ class Counter:
                 return
 
     def wake(self) -> None:
-        """Have those who sleep on it look around."""
+        """Wake all sleepers, so that they check the value and whether the group was aborted."""
         _syscall(_FUTEX, self._address, _WAKE, _EVERYBODY, None, None, 0)
 
     def reaches(self, target: int, end: float, patience: Patience, is_abandoned: Callable[[], bool]) -> bool:
-        """Whether it is at `target` or beyond by the moment `end` (of time.monotonic; 0: look once)."""
+        """Wait until the value is at least `target`; False if it isn't by `end` (time.monotonic(); 0: check once).
+
+        Raises Abandoned if `is_abandoned()` while waiting."""
         words, give_way = self.words, os.sched_yield
         if words[0] >= target:
             return True

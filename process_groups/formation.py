@@ -1,4 +1,4 @@
-"""The mesh that ranks ask for, and what it consists of once it stands."""
+"""The plan of a mesh, and the formed mesh in one rank."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from runtime.errors import CommunicationError, Coords, InvalidCall, LaunchError
 from runtime.threads import DaemonThreads
 
 GROUP_NAMES = ("world", *AXES)
-_AFTER_A_FAILURE = 5.0  # seconds to leave the groups that still work
+_AFTER_A_FAILURE = 5.0  # seconds to wait for peers when closing
 
 
 @dataclass(frozen=True, slots=True)
 class MeshPlan:
-    """The mesh that every rank asks for."""
+    """The requested mesh; all ranks must pass the same plan."""
 
     dp: int = 1
     tp: int = 1
@@ -33,7 +33,7 @@ class MeshPlan:
     startup_timeout: float = 120.0
     strategy: str = "default"
     strategy_table: Pinned = ()
-    """What `adaptive` uses: up to so many bytes this strategy. Empty: it measures."""
+    """(largest size in bytes, strategy) pairs that `adaptive` uses. Empty: it measures."""
 
     def __post_init__(self) -> None:
         self.topology(1)  # checks sizes and order
@@ -58,7 +58,7 @@ class MeshPlan:
         return Topology(self.dp, self.tp, self.pp, order=order)
 
     def check_world_size(self, world_size: int) -> None:
-        """Refuse a mesh that the started ranks can't fill."""
+        """Raise LaunchError if the mesh doesn't have exactly as many ranks as were started."""
         wanted = self.topology(1).world_size
         if wanted == world_size:
             return
@@ -71,7 +71,7 @@ class MeshPlan:
 
 @dataclass(frozen=True, slots=True)
 class Formation:
-    """What a formed mesh consists of, in one rank."""
+    """A formed mesh in one rank: its groups and the resources they use."""
 
     rank: int
     topology: Topology
@@ -85,10 +85,10 @@ class Formation:
     _arena: Arena | None = None
     _issuing: DaemonThreads | None = None
     _store: object = None
-    """Rank 0 may serve it, and ends it by letting go."""
+    """Kept alive because rank 0 may be the store's server, which stops when this is released."""
 
     def beat(self) -> None:
-        """Show the peers that this rank's event loop moves."""
+        """Show the peers that this rank's event loop is running."""
         if self._own is not None:
             self._own.beat()
 
@@ -98,7 +98,8 @@ class Formation:
             group.abort(error)
 
     async def close(self) -> None:
-        """Close normally; after a failure within seconds, because a lost peer never reports that it is done."""
+        """Close normally. After a failure, wait only a few seconds, because a lost peer never reports that it is
+        done."""
         deadline = time.monotonic() + _AFTER_A_FAILURE
         while not self._all_have_formed() and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
@@ -109,7 +110,7 @@ class Formation:
                 raise outcome
 
     def _all_have_formed(self) -> bool:
-        """Whether no peer on this host needs the store any more, to see that the mesh is formed."""
+        """Whether all peers on this host have formed the mesh and no longer need the store, or one has died."""
         return all(s.heartbeats for s in self._segments) or any(p.is_dead() for p in self._pulses)
 
     def release(self) -> None:

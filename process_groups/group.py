@@ -1,4 +1,4 @@
-"""A group of ranks as users see it: collectives that are issued at the call and finished at the await."""
+"""The public Group: collectives that are issued by the call and finished by the await."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from process_groups.work import Work
 from runtime.errors import CommunicationError, Coords, InvalidCall
 
 Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor | None]
-"""Makes a registered buffer; None if there is too little memory for it."""
+"""Makes a registered buffer; None if there is not enough memory."""
 
 
 class Group:
     """Some ranks of the mesh in a fixed order; `mesh.world`, `mesh.dp`, `mesh.tp` and `mesh.pp` are groups.
 
-    Every method that communicates is a plain function: it puts the call in order at once and returns a `Work`
-    to await. All ranks of the group must make the same calls in the same order. Ranks given to `broadcast`,
-    `send` and `recv` count within the group.
+    Every method that communicates is a plain function: it issues the call immediately and returns a `Work` to await.
+    All ranks of the group must make the same calls in the same order. `broadcast`, `send` and `recv` take group ranks.
     """
 
     def __init__(
@@ -58,13 +57,14 @@ class Group:
 
     @property
     def transport_name(self) -> str:
-        """What moves this group's bytes; `none` for a group of one."""
+        """The transport that moves this group's bytes; `none` for a group of one."""
         return "none" if self._transport is None else self._transport.name
 
     def empty(self, *shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A new tensor where this mesh's transports move bytes best, uninitialised. Local; never waits.
+        """A new uninitialised tensor in the memory that this mesh's transports move fastest. Local; never waits.
 
-        On a CPU it is registered: peers on this host read and write it in place. It works in every group of the mesh.
+        On a CPU it is registered if possible: peers on this host then read and write it in place. It works in every
+        group of the mesh.
         """
         size: Sequence[int] = shape[0] if len(shape) == 1 and not hasattr(shape[0], "__index__") else shape  # type: ignore[assignment]
         if any(length < 0 for length in size):
@@ -206,12 +206,13 @@ class Group:
         return self._issuer.closed is not None
 
     def abort(self, error: CommunicationError) -> None:
-        """Close the group on every rank: bytes of the failed call may still be on their way."""
+        """Close the group on every rank. It can't be used afterwards, because data of the failed call may still be in
+        flight."""
         self._issuer.abort(error)
 
     async def close(self, seconds: float) -> None:
-        """Finish the calls under way within so many seconds, then leave; the peers lose nothing.
+        """Finish the calls under way within `seconds`, then leave the group without disturbing its peers.
 
-        No call is possible afterwards. Raises the error of a call that nobody awaited, which would be lost otherwise.
+        No call is possible afterwards. Raises the error of a call that was not awaited, which would be lost otherwise.
         """
         await self._issuer.close(seconds)

@@ -1,4 +1,4 @@
-"""Ranks that are tasks of one process: the same contract as real ranks, for tests that start nothing."""
+"""A transport for ranks that are tasks of one process: the same contract, for tests that start no processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class InProcessWorld:
-    """What the ranks of one in-process mesh share. Make one, and give each rank task its own number."""
+    """The state that in-process ranks share. Make one, and give each rank task its own rank number."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -28,7 +28,7 @@ class InProcessWorld:
         self._meshes_of_rank = [0] * size
 
     def next_mesh(self, rank: int) -> int:
-        """The n-th mesh of every rank is the same mesh."""
+        """The number of this rank's next mesh; the n-th mesh of every rank is the same mesh."""
         self._meshes_of_rank[rank] += 1
         return self._meshes_of_rank[rank]
 
@@ -42,7 +42,7 @@ class InProcessWorld:
 
 @dataclass(slots=True)
 class _Exchange:
-    """One group's meeting point: calls wait here, by number, until everyone who must make them has come."""
+    """The shared state of one group: calls wait here, by number, until all participants have made them."""
 
     group_name: str
     places: list[Place]
@@ -117,7 +117,7 @@ class InProcessTransport(Transport):
         return Explanation(strategy, "one process adds up in rank order" if strategy == "default" else "asked for")
 
     def finished(self, call: Call) -> None:
-        """Nothing to tell: the peers' ends were settled together."""
+        """Does nothing: a call ends on all ranks together."""
 
     def abort(self, error: CommunicationError) -> None:
         if self._exchange.broken is None:
@@ -128,7 +128,7 @@ class InProcessTransport(Transport):
 
 
 class _Arrival:
-    """The end of a call that waits for other tasks of the same loop: waiting inline could only block them."""
+    """The Completion of a call that needs other tasks of the same loop. It never waits, which would block them."""
 
     ended_at = None
 
@@ -146,9 +146,9 @@ class _Arrival:
 
 
 def carry_out(calls: list[Call]) -> None:
-    """Do what all ranks together asked for. 16-bit floats are added in float32, in rank order or the strategy's."""
+    """Execute one call of all ranks. 16-bit floats are added in float32, in rank order or the strategy's order."""
     first = calls[0]
-    # Copies: a target may be a source too.
+    # Cloned, because a target may also be a source.
     sources = [call.source.clone() for call in calls if call.source is not None]
     targets = [call.target for call in calls if call.target is not None]
     if first.kind == "all_reduce" and first.strategy not in ("default", "adaptive"):
@@ -159,7 +159,7 @@ def carry_out(calls: list[Call]) -> None:
 
 
 def _results(call: Call, sources: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Of a call with these sources in rank order: what each rank that gets something gets."""
+    """The results of a call, one per receiving rank. `sources` are in rank order."""
     size = len(sources)
     match call.kind:
         case "all_reduce":
@@ -199,17 +199,17 @@ def _reduced(tensors: list[torch.Tensor], op: str | None) -> torch.Tensor:
     return total.to(dtype)
 
 
-# Strategies: the programs of all ranks, with a message queue from each rank to each other.
+# Strategies: runs the programs of all ranks, with a message queue for each pair (sender, receiver).
 
 Mail = defaultdict[tuple[int, int], deque[torch.Tensor]]
-"""What is on its way, by sender and receiver."""
+"""Messages in flight, by (sender, receiver)."""
 
 
 def run_together(programs: Sequence[Program], tensors: Sequence[torch.Tensor], op: str) -> None:
-    """All-reduce the ranks' contiguous tensors in place. A program that does not end is an AssertionError."""
+    """All-reduce the ranks' contiguous tensors in place. Raises AssertionError if the programs deadlock."""
     assert len(programs) == len(tensors), (len(programs), len(tensors))
     wide = wide_dtype(tensors[0].dtype, op)
-    buffers = [tensor.view(-1).to(wide) for tensor in tensors]  # the same memory, if the type is wide enough
+    buffers = [tensor.view(-1).to(wide) for tensor in tensors]  # shares the tensor's memory if the dtype is wide enough
     mail: Mail = defaultdict(deque)
     _interpret({me: _run(programs[me], me, buffer, mail, op) for me, buffer in enumerate(buffers)}, mail)
     for tensor, buffer in zip(tensors, buffers, strict=True):
@@ -219,7 +219,7 @@ def run_together(programs: Sequence[Program], tensors: Sequence[torch.Tensor], o
 
 
 def _interpret(runs: dict[int, Iterator[int]], mail: Mail) -> None:
-    """Continue every rank that can, until all are done."""
+    """Advance every rank that is not blocked, until all are done."""
     awaited: dict[int, int] = {}
     while runs:
         ready = [me for me in runs if me not in awaited or mail[awaited[me], me]]
@@ -236,7 +236,7 @@ def _interpret(runs: dict[int, Iterator[int]], mail: Mail) -> None:
 
 
 def _run(program: Program, me: int, buffer: torch.Tensor, mail: Mail, op: str) -> Iterator[int]:
-    """Run one rank's program; where a message is missing, yield the rank that it must come from."""
+    """Run one rank's program; yields the sender's rank when a message has not arrived yet."""
     for step in program:
         for send in step.sends:
             mail[me, send.peer].append(buffer[send.start : send.stop].clone())
@@ -253,6 +253,6 @@ def _received(receive: Transfer, me: int, mail: Mail) -> Generator[int, None, to
     if not queue:
         yield receive.peer
     message = queue.popleft()
-    # A message of one element would fit anywhere, for torch would repeat it.
+    # Without this check, torch would broadcast a message of one element to any length.
     assert len(message) == receive.stop - receive.start, f"rank {me} got {len(message)} elements for {receive}"
     return message

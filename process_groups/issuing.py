@@ -19,7 +19,7 @@ from runtime.errors import CommunicationError, Coords, DeadlineExceeded, GroupCl
 Numbering = tuple[str, int | None] | None
 """What calls are numbered by: (kind, peer) for sends and receives, None for all collectives together."""
 
-_LOOP_TURN = 0.005  # seconds that calls which end on the spot may keep the event loop from other tasks
+_LOOP_TURN = 0.005  # seconds for which calls that end immediately may keep the loop from other tasks
 _SIZED_BY_RESULT = frozenset(("all_gather", "recv"))  # recorded with the result's bytes; others with the input's
 
 
@@ -28,7 +28,7 @@ def numbering(kind: str, peer: int | None) -> Numbering:
 
 
 class Issuer:
-    """The calls of one group, made by this rank; for the event loop's thread. A group of one has no transport."""
+    """Issues this rank's calls on one group. Event loop's thread only. A group of one has no transport."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Issuer:
         self._ranks, self._rank, self._coords_of = ranks, rank, coords_of
         self.under_way: set[Work] = set()
         self.numbers: dict[Numbering, int] = {}
-        """How many calls were made so far."""
+        """Number of calls made so far."""
         self.closed: CommunicationError | None = None
         """Why no more calls are possible."""
         self._loop_had_its_turn = 0.0
@@ -128,7 +128,7 @@ class Issuer:
             self.fail(work, error)
         return work
 
-    # What calls under way report; see WorkOwner.
+    # The WorkOwner methods, called by calls under way.
 
     def settled(self, work: Work, error: CommunicationError | None) -> None:
         self.under_way.discard(work)
@@ -183,7 +183,7 @@ class Issuer:
         work.settle(error)
         self.abort(error)
 
-    # The end of the group.
+    # Ending the group.
 
     def abort(self, error: CommunicationError) -> None:
         """Close the group on every rank."""
@@ -208,7 +208,7 @@ class Issuer:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values contiguous in memory and without gradient: the tensor itself if it is that, else a copy."""
+    """The tensor as a contiguous plain tensor without gradient; shares its memory if possible, otherwise a copy."""
     if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
         if tensor.numel() == 1 and tensor.dim() and tensor.stride(-1) != 1:  # torch can't view that as bytes
             tensor = tensor.view(()).view(tensor.shape)

@@ -1,4 +1,4 @@
-"""Forms this rank's part of a mesh, with ranks that are processes or tasks of one process."""
+"""Forms a mesh in this rank; ranks are processes, or tasks of one process."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from runtime.environment import PrivateFile, RankEnvironment
 from runtime.errors import DeadlineExceeded, Parallel3DError, PeerLost
 from runtime.threads import DaemonThreads
 
-_GRACE = 5.0  # seconds: the rendezvous meets its own deadline first, and its error says more
+_GRACE = 5.0  # seconds; the rendezvous times out first, with a more specific error
 
 
 def form_in_process(
     plan: MeshPlan, world: InProcessWorld, rank: int, recorder: CollectiveRecorder | None = None
 ) -> Formation:
-    """The mesh of a rank that is a task of this process."""
+    """Form the mesh of a rank that is a task of this process."""
     plan.check_world_size(world.size)
     topology, number = plan.topology(world.size), world.next_mesh(rank)
     groups = {}
@@ -51,9 +51,9 @@ def form_in_process(
 async def form(
     plan: MeshPlan, environment: RankEnvironment, number: int, recorder: CollectiveRecorder | None = None
 ) -> Formation:
-    """The mesh of a rank that is a process; its n-th is the n-th of every other rank.
+    """Form the mesh of a rank that is a process. `number` counts this rank's meshes; all ranks must pass the same.
 
-    The rendezvous blocks, so a thread does it and the loop stays free.
+    The rendezvous blocks, so it runs in a thread.
     """
     plan.check_world_size(environment.world_size)
     threads = DaemonThreads("parallel3d-form", limit=1)
@@ -86,7 +86,7 @@ async def form(
 
 
 async def _measure(formation: Formation) -> None:
-    """A group's first adaptive call measures, unless it is so small that there is nothing to choose."""
+    """Make each group's first adaptive call, which measures; it is large enough that strategies differ."""
     for group in formation.groups.values():
         if group.size > 1:
             await group.all_reduce(torch.zeros(1 << 18, device=group.device))
@@ -98,18 +98,19 @@ def _discard(forming: Future[Formation]) -> None:
 
 
 def _give_up(formation: Formation, how: str) -> None:
-    """Nobody waits for this mesh any more; its peers shall not wait either."""
+    """Abort and release a mesh that is not needed any more, so that its peers don't wait."""
     place = Place(formation.rank, formation.topology.coords(formation.rank))
     formation.abort(PeerLost(f"{place} {how}", rank=place.rank, coords=place.coords))
     formation.release()
 
 
 async def _remove_meeting_file(formation: Formation, path: str) -> None:
-    """Shared memory has taken over: leave nothing behind. The second barrier keeps a next mesh from finding it."""
+    """Remove the rendezvous file, which a formed mesh doesn't need. The second barrier ensures that the next mesh
+    doesn't find it."""
     world = formation.groups["world"]
     await world.barrier()
     if formation.rank == 0:
         os.unlink(path)
-        with contextlib.suppress(OSError):  # another job of this user may meet there now
+        with contextlib.suppress(OSError):  # another job of this user may be using the folder
             os.rmdir(os.path.dirname(path))
     await world.barrier()

@@ -1,1 +1,1 @@
-"""What `parallel3d bench` measures: ours beside what users would pick instead, taking turns in one run."""
+"""The benchmarks of `parallel3d bench`: our collectives against gloo and MPI, interleaved in one run."""

@@ -1,15 +1,16 @@
-"""What `bench collectives` measures and in which order: in every round each contestant has its turns at a size.
+"""The measurement loop of `bench collectives`: for each size, every round times every contestant.
 
 size 4 B     round 1   default ring … staged, ring … staged default, … | gloo gloo … | mpi mpi … | memory limit …
-             round 2   gloo gloo … | mpi mpi … | memory limit … | ring … staged default, …   (others begin)
+             round 2   gloo gloo … | mpi mpi … | memory limit … | ring … staged default, …   (another starts)
              …
 size 4 KiB   round 1   …
 
-A round is the median of short turns: a busy moment of the machine spoils some turns, not the round. Ours alternate from
-turn to turn, because they differ by less than the machine's speed does from second to second.
+A round's value is the median of several short turns, so a short disturbance on the machine affects some turns but not
+the round. Our own contestants alternate from turn to turn, because the differences between them are smaller than the
+machine's speed changes from second to second.
 
-All worker processes live through the whole run, so that a round has nothing but measured calls; while one contestant is
-timed, the others block in a read and hold no buffers.
+Worker processes are started once per number of ranks, so rounds include no start-up. While one contestant is timed, the
+others block in a read and hold no buffers.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Notify = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """One line of the table: a way to make the call, and the worker processes that make it."""
+    """One line of the table: a variant of the call, and the name of the worker processes that run it."""
 
     name: str
     workers: str
@@ -48,7 +49,7 @@ class Contestant:
 
 
 def all_reducers(strategies: Sequence[str]) -> list[Contestant]:
-    """The contestants of the all-reduce; those of the same processes are neighbours."""
+    """The contestants of the all-reduce; those that share worker processes are adjacent."""
     return [
         *(Contestant(strategy, OURS, strategy) for strategy in strategies),
         Contestant("shared", OURS, shared=True),
@@ -63,11 +64,11 @@ SENDERS = [Contestant("registered", OURS), Contestant("unregistered", OURS, regi
 async def measure(
     plan: Plan, mpi: Mpi | None, folder: Path, progress: Notify, note: Notify, finished: Callable[[Run], None]
 ) -> list[Run]:
-    """Measure the plan, one number of ranks after the other; `finished` is called after each. folder: private."""
+    """Run the plan for each number of ranks and call `finished` after each. `folder` must be private."""
     runs = []
     for num_ranks in plan.ranks:
         runs.append(await _measure_ranks(plan, num_ranks, mpi, folder, progress, note))
-        finished(runs[-1])  # between measurements, so that a slow reader disturbs none
+        finished(runs[-1])  # between measurements, so that slow output doesn't disturb them
     return runs
 
 
@@ -77,7 +78,7 @@ async def _measure_ranks(
     progress(f"{num_ranks} ranks: starting")
     async with Listener(folder) as listener, AsyncExitStack() as stack:
         workers = {each.name: each for each in _workers(num_ranks, mpi, listener, folder)}
-        for each in workers.values():  # all start before the first is ready: most of it is imports
+        for each in workers.values():  # start all before waiting for any: most of the time is imports
             await stack.enter_async_context(each)
         for each in list(workers.values()):
             try:
@@ -116,7 +117,7 @@ async def _ask(workers: WorkerProcesses, command: Command, where: str) -> float:
 
 
 def _rotated(contestants: list[T], by: int) -> list[T]:
-    """Another one begins each time, because the first finds cores and caches cold."""
+    """Rotate the list, so that a different one goes first each time: the first one runs on cold cores and caches."""
     first = by % len(contestants)
     return contestants[first:] + contestants[:first]
 
@@ -135,7 +136,7 @@ async def _measure_size(
             for turn in range(turns):
                 for each in _rotated([each for each in contestants if each.workers == name], round_number + turn):
                     where = f"{kind} of {show_size(num_bytes)}, round {round_number + 1} of {plan.rounds}: {each.name}"
-                    if turn == 0:  # drawing it takes longer than a turn
+                    if turn == 0:  # printing progress takes longer than a turn
                         progress(where)
                     how = each.strategy, each.registered, each.shared
                     is_first = round_number == turn == 0

@@ -1,4 +1,4 @@
-"""A rank of torch.distributed's gloo: the raw blocking calls."""
+"""A benchmark rank that makes the blocking calls of torch.distributed with gloo."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runtime.launch.fork_server import STORE_FD
 
 
 def join_gloo() -> None:
-    """Join the gloo group of this launch through the launcher's store, which needs no port."""
+    """Join the gloo group of this launch through the launcher's file store, which needs no port."""
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(f"/proc/self/fd/{os.environ[STORE_FD]}", size)
@@ -32,7 +32,7 @@ class GlooRank:
 
     def prepare(self, command: Command) -> None:
         dtype = torch_dtype(command.dtype)
-        self.rest()  # frees the old one first
+        self.rest()  # free the old tensor before allocating the new one
         self._tensor = torch.zeros(command.num_bytes // dtype.itemsize, dtype=dtype)
         self._kind = command.kind
 

@@ -1,4 +1,4 @@
-"""The memory limit: the bytes of an all-reduce as plain `add_` and `copy_`, on all cores, without waiting.
+"""The memory limit: the memory traffic of an all-reduce as plain `add_` and `copy_` on all cores, unsynchronized.
 
 A direct all-reduce of S bytes among N ranks cuts the tensor into N slices. The owner of a slice adds the other N-1
 tensors' slices to its own and copies the result into them:
@@ -10,9 +10,9 @@ tensors' slices to its own and copies the result into them:
     │ ◀───── │  ◀─────  │  2+=0,1  │     tensor 2
     └────────┴──────────┴──────────┘
 
-Together that is N·(N-1) `add_` and as many `copy_`, of S/N bytes each. P processes, one for each usable core and with
-one torch thread, each do this for 1/P of every tensor, in pieces as large as ours, which stay in the cache between the
-adding and the copying. All tensors together are N·S bytes, as in the all-reduce itself.
+In total that is N·(N-1) `add_` and as many `copy_`, of S/N bytes each. P processes, one per usable core and with one
+torch thread each, do this for 1/P of every tensor. They use the piece size of our own all-reduce, so a piece stays in
+the cache between adding and copying. All tensors together are N·S bytes, as in the all-reduce itself.
 Below about 64 KiB this measures the overhead of calling `add_` and `copy_`; C code may be faster.
 """
 
@@ -31,7 +31,7 @@ from process_groups.reduction import piece_bytes
 
 
 def cut(length: int, parts: int) -> list[range]:
-    """`length` elements in `parts` ranges; the first ones are one longer if it does not divide evenly."""
+    """Split `length` elements into `parts` ranges; the first ones are one longer if it does not divide evenly."""
     short, longer = divmod(length, parts)
     starts = [part * short + min(part, longer) for part in range(parts + 1)]
     return [range(starts[part], starts[part + 1]) for part in range(parts)]
@@ -47,7 +47,7 @@ class MemoryRank:
 
     def prepare(self, command: Command) -> None:
         dtype = torch_dtype(command.dtype)
-        self.rest()  # frees the old ones first
+        self.rest()  # free the old tensors before allocating new ones
         mine = cut(command.num_bytes // dtype.itemsize, self._num_cores)[self.rank]
         self.tensors = [torch.zeros(len(mine), dtype=dtype) for _ in range(self._num_tensors)]
         step = piece_bytes(self._num_tensors) // dtype.itemsize

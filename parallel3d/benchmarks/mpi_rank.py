@@ -1,4 +1,4 @@
-"""A rank of MPI: mpi4py's in-place Allreduce on numpy arrays, under mpirun. No torch, which loads slowly."""
+"""A benchmark rank under mpirun: mpi4py's in-place Allreduce on numpy arrays. Doesn't import torch, which is slow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MpiRank:
 
     def prepare(self, command: Command) -> None:
         dtype = np.dtype(command.dtype)
-        self.rest()  # frees the old one first
+        self.rest()  # free the old array before allocating the new one
         self._array = np.zeros(command.num_bytes // dtype.itemsize, dtype=dtype)
         self._array.fill(0)  # touches every page
 

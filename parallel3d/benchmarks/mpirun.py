@@ -1,6 +1,6 @@
-"""MPI on this machine: whether it can be measured, and how its ranks are started and ended. No torch.
+"""Finds MPI on this machine, and starts and stops its ranks. Doesn't import torch.
 
-mpirun runs under a process of this module (`guard`), so that MPI's ranks end in order even if the bench process dies.
+mpirun runs under a process of this module (`guard`), so that its ranks exit cleanly even if the bench process dies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from runtime.launch.fork_client import HOME
 from runtime.launch.processes import die_with_parent
 
-DTYPES = ("float32", "float64", "int32", "int64", "int8", "uint8")  # of both numpy and MPI
+DTYPES = ("float32", "float64", "int32", "int64", "int8", "uint8")  # supported by both numpy and MPI
 _LEAVE_SECONDS = 5.0
 _TERMINATE_SECONDS = 2 * _LEAVE_SECONDS
 _ERROR_BYTES = 4000
@@ -27,20 +27,21 @@ _ERROR_BYTES = 4000
 
 @dataclass(frozen=True, slots=True)
 class Mpi:
-    """A usable mpirun."""
+    """An mpirun executable and its version line."""
 
     mpirun: str
     version: str
 
     def command(self, num_ranks: int) -> list[str]:
-        """The command before the program; only Open MPI limits ranks to cores and refuses root."""
+        """The mpirun arguments to put before the program. Only Open MPI needs flags for more ranks than cores and for
+        root."""
         is_open_mpi = "Open MPI" in self.version
         as_root = ["--allow-run-as-root"] if is_open_mpi and os.geteuid() == 0 else []
         return [self.mpirun, *as_root, *(["--oversubscribe"] if is_open_mpi else []), "-n", str(num_ranks)]
 
 
 def find_mpi(dtype: str) -> Mpi | str:
-    """MPI, or the reason why it can't be measured, with the remedy."""
+    """The MPI to measure, or the reason why it can't be measured, with the remedy."""
     mpirun = shutil.which("mpirun")
     if mpirun is None:
         return "there is no mpirun on PATH. Install Open MPI (such as apt install openmpi-bin) and pip install mpi4py."
@@ -56,15 +57,15 @@ def find_mpi(dtype: str) -> Mpi | str:
 
 
 async def run_mpi(mpi: Mpi, num_ranks: int, folder: Path, *args: str) -> str:
-    """Run MPI's ranks to their end; returns why they failed, or "". Cancelling it ends them."""
+    """Run the MPI ranks until they exit; returns why they failed, or "". Cancelling stops them."""
     program = [sys.executable, "-m", "parallel3d.benchmarks.mpi_rank", *args]
     said = folder / "mpirun.txt"
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, (HOME, os.environ.get("PYTHONPATH")))),
-        "PYTHONSAFEPATH": "1",  # no file of the current folder may hide a module
+        "PYTHONSAFEPATH": "1",  # files in the current folder must not shadow modules
         "OMP_NUM_THREADS": "1",
-        "TMPDIR": str(folder),  # Open MPI keeps a folder for each run there
+        "TMPDIR": str(folder),  # Open MPI creates its session folder there
     }
     with said.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
@@ -74,7 +75,7 @@ async def run_mpi(mpi: Mpi, num_ranks: int, folder: Path, *args: str) -> str:
             stdout=output,
             stderr=output,
             env=environment,
-            start_new_session=True,  # Ctrl-C in the terminal is for this process alone
+            start_new_session=True,  # Ctrl-C in the terminal must reach only the bench process
         )
     try:
         code = await process.wait()
@@ -93,15 +94,15 @@ async def _end(process: asyncio.subprocess.Process) -> None:
             await process.wait()
     except TimeoutError:
         with suppress(ProcessLookupError):
-            process.kill()  # mpirun and its ranks end with the other descendants of the bench process
+            process.kill()  # mpirun and its ranks are killed with the bench process's other descendants
         await process.wait()
 
 
 def guard(parent: int, command: list[str]) -> int:
-    """Run mpirun to its end; on SIGTERM, sent or because `parent` died, let its ranks leave first.
+    """Run mpirun until it exits. On SIGTERM, also sent when `parent` dies, give its ranks time to exit first.
 
-    MPI's ranks leave by themselves once the bench process has closed its sockets, and then remove their shared memory.
-    An mpirun that gets SIGTERM before that may leave it in /dev/shm, so it gets one only when they take too long.
+    The MPI ranks exit when the bench process closes its sockets, and then remove their shared memory. An mpirun that
+    gets SIGTERM before that may leave files in /dev/shm, so it is terminated only if the ranks take too long.
     """
     process = subprocess.Popen(command)
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""A rank of ours: all-reduces and sends on a mesh, awaited as users await them."""
+"""A benchmark rank of parallel3d: all-reduces and sends on a mesh, awaited as in user code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OurRank:
         self._tensors: dict[tuple[int, str, bool], torch.Tensor] = {}
 
     async def perform(self, command: Command) -> float:
-        """Seconds of one all-reduce, or of one message one way."""
+        """Seconds per all-reduce, or per one-way message; 0 for `rest`."""
         if command.kind == "rest":
             self._tensors.clear()
             return 0.0
@@ -40,7 +40,7 @@ class OurRank:
             dtype = torch_dtype(command.dtype)
             make = self._group.empty if command.registered else torch.empty
             self._tensors[wanted] = make(command.num_bytes // dtype.itemsize, dtype=dtype).zero_()
-        return self._tensors[wanted]  # all zeros: sums of zeros, or what a check leaves
+        return self._tensors[wanted]  # always zeros: sums of zeros are zeros, and a check zeroes it
 
     async def _time_all_reduces(self, tensor: torch.Tensor, command: Command) -> float:
         group = self._group
@@ -50,7 +50,7 @@ class OurRank:
             fill(tensor, group.rank, make)
             check_sum(await reduce(), range(group.size), make, f"an all-reduce of {command.num_bytes} bytes")
             if command.shared:
-                await group.barrier()  # others may still read this rank's part
+                await group.barrier()  # other ranks may still read this rank's slice
             tensor.zero_()
         for _ in range(command.warm_up):
             await reduce()

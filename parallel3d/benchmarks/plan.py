@@ -1,4 +1,4 @@
-"""What a run of `bench collectives` measures, parsed from its options and checked before a process starts."""
+"""The plan of a `bench collectives` run, parsed from its options and checked before any process starts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ SIZES = "4,4KiB,64KiB,1MiB,16MiB,64MiB,256MiB"
 QUICK_SIZES = "4,64KiB,1MiB,16MiB"
 ROUNDS, QUICK_ROUNDS = 5, 3
 _TURNS_AND_CALLS = {64 << 10: (7, 40), 1 << 20: (7, 20), 16 << 20: (3, 8), 64 << 20: (5, 2), math.inf: (2, 2)}
-"""By the most bytes: turns in a round, calls in a turn. Times of 64 MiB vary most: half of it fits a cache."""
+"""{largest size in bytes: (turns per round, calls per turn)}. 64 MiB gets more turns than its neighbours because its
+times vary most: half of it fits a cache."""
 _EXACT_UP_TO = {"int8": 127, "uint8": 255, "bfloat16": 1 << 8, "float16": 1 << 11}
-# Of every rank's tensor: itself, and as much again that a peer may allocate in a call (some algorithms of MPI do), or
-# for our unregistered tensor. Only one contestant's ranks hold tensors at a time.
+# Memory per rank, in tensor sizes: the tensor itself and one more, which some MPI algorithms allocate during a call and
+# our ranks use for the unregistered tensor. Only one contestant's ranks hold tensors at a time.
 _COPIES = 2
 
 
@@ -31,7 +32,7 @@ class Plan:
     """The sizes, ranks and repeats of one benchmark run."""
 
     ranks: tuple[int, ...]
-    """Each number is measured by itself."""
+    """Numbers of ranks; each is measured separately."""
     sizes: tuple[int, ...]
     strategies: tuple[str, ...]
     dtype: str = "float32"
@@ -63,7 +64,7 @@ def make_plan(
     rounds: int | None,
     quick: bool,
 ) -> Plan:
-    """The plan of these command-line options. Raises InvalidCall, which names the wrong option and the remedy."""
+    """Make the plan from command-line options. Raises InvalidCall, which names the wrong option and the remedy."""
     if dtype not in DTYPES:
         raise InvalidCall(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
     if rounds is not None and rounds < 1:

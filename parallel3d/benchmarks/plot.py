@@ -1,4 +1,4 @@
-"""Results as a picture: bandwidths and times over the size. Loads matplotlib when called."""
+"""Plots results: bandwidth and time over tensor size. Imports matplotlib only when drawing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FORMATS = (".png", ".svg", ".pdf")
 
 
 def check_plot(path: Path) -> None:
-    """Raise InvalidCall if the picture can't be drawn or written; leaves no file."""
+    """Raise InvalidCall if the plot can't be drawn or written. Leaves no new file behind."""
     if path.suffix.lower() not in _FORMATS:
         raise InvalidCall(f"--plot {path}: the name must end in {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}.")
     if importlib.util.find_spec("matplotlib") is None:
@@ -37,12 +37,12 @@ def check_plot(path: Path) -> None:
 
 
 def draw(plan: Plan, facts: Mapping[str, Any], runs: Sequence[Run], path: Path) -> None:
-    """Write the picture."""
+    """Write the plot to `path`; the suffix selects the format."""
     picture(plan, facts, runs).savefig(path)
 
 
 def picture(plan: Plan, facts: Mapping[str, Any], runs: Sequence[Run]) -> Figure:
-    """A column for each number of ranks: the all-reduce's bandwidth, its time, and the time of a send."""
+    """The figure: one column per number of ranks, with all-reduce bandwidth, all-reduce time and send time."""
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(5.5 * len(runs) + 2, 12), layout="constrained")
@@ -62,7 +62,6 @@ def picture(plan: Plan, facts: Mapping[str, Any], runs: Sequence[Run]) -> Figure
 
 
 def _draw_lines(panel: Axes, title: str, measured: Sequence[Measured], factor: float, what: str, scale: float) -> None:
-    """One line for each contestant."""
     measured = sorted(measured, key=lambda size: size.num_bytes)
     found = [figures(size, factor) for size in measured]
     x = [size.num_bytes for size in measured]
@@ -77,7 +76,7 @@ def _draw_lines(panel: Axes, title: str, measured: Sequence[Measured], factor: f
 
 
 def _style(name: str, number: int) -> dict[str, Any]:
-    """Colour, marker and dashes that tell close lines apart, also without colour. Peers are black."""
+    """Line style that distinguishes close lines even without colour. Peers are black."""
     markers, dashes = "os^DvPX*<>hp", ("-", (0, (6, 2)), (0, (6, 2, 1, 2)), (0, (1, 1)))
     if name in PEERS:
         number = PEERS.index(name)

@@ -1,4 +1,4 @@
-"""Results: seconds to medians, bandwidths and ratios within a round; and all of it as one JSON object."""
+"""Results: medians, bandwidths and per-round ratios computed from seconds, and the JSON object that holds them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PEERS = (GLOO, MPI, MEMORY_LIMIT)
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One size: seconds of a call of each contestant, one value a round."""
+    """Results for one size: each contestant's seconds per call, one value per round."""
 
     num_bytes: int
     count: int
@@ -43,26 +43,26 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One contestant at one size. A ratio above 1 is in its favour, and None without that peer."""
+    """One contestant at one size. A ratio above 1 means faster than that peer; None if the peer wasn't measured."""
 
     seconds: float
     """The median over the rounds."""
     algbw: float
-    """10^9 bytes of the tensor a second."""
+    """Tensor bytes per second, in GB/s (10^9)."""
     busbw: float
-    """algbw times the bytes that each rank's link must move per byte of the tensor."""
+    """algbw times the bytes that each rank's link must move per tensor byte."""
     times_gloo: float | None
     times_mpi: float | None
     share_of_memory_limit: float | None
 
 
 def ratio(of: Sequence[float] | None, over: Sequence[float]) -> float | None:
-    """The median of the ratios within each round, so that what slows a whole round down cancels out."""
+    """The median of the per-round ratios of/over, so that a slowdown of a whole round cancels out."""
     return None if of is None else statistics.median(a / b for a, b in zip(of, over, strict=True))
 
 
 def figures(measured: Measured, bus_factor: float = 1.0) -> dict[str, Figures]:
-    """Figures of each contestant, in the order measured."""
+    """Figures of each contestant, in the order of `measured.seconds`."""
     found = {}
     for name, rounds in measured.seconds.items():
         seconds = statistics.median(rounds)
@@ -73,12 +73,12 @@ def figures(measured: Measured, bus_factor: float = 1.0) -> dict[str, Figures]:
 
 
 def fastest_of_ours(found: Mapping[str, Figures]) -> str:
-    """Our contestant with the least seconds."""
+    """The name of our contestant with the fewest seconds."""
     return min((name for name in found if name not in PEERS), key=lambda name: found[name].seconds)
 
 
 def geometric_means(sizes: Sequence[Measured]) -> dict[str, dict[str, float]]:
-    """Each contestant's ratios, over all sizes."""
+    """Geometric means over all sizes of each contestant's ratios."""
     tables = [figures(measured) for measured in sizes]
     means: dict[str, dict[str, float]] = {}
     for name in tables[0]:
@@ -91,7 +91,7 @@ def geometric_means(sizes: Sequence[Measured]) -> dict[str, dict[str, float]]:
 
 
 def document(plan: Plan, facts: Mapping[str, Any], runs: Sequence[Run], notes: Sequence[str]) -> dict[str, Any]:
-    """The JSON object that `--json` prints; docs/bench.md describes every field. facts: of `machine`."""
+    """The JSON object that `--json` prints; docs/bench.md describes every field. `facts`: from `machine()`."""
     return {
         "machine": dict(facts),
         "dtype": plan.dtype,
@@ -103,7 +103,7 @@ def document(plan: Plan, facts: Mapping[str, Any], runs: Sequence[Run], notes: S
 
 
 def machine(mpi: Mpi | None) -> dict[str, Any]:
-    """The machine and the versions that figures depend on."""
+    """The machine and the software versions that the figures depend on."""
     return {
         "cores": num_cores(),
         "cpu": _cpu_model(),

@@ -30,13 +30,13 @@ _COLUMNS = (
     ("x mpi", 7),
     ("of memory limit", 15),
 )
-"""Name and width; negative: left-aligned."""
+"""Name and width; a negative width means left-aligned."""
 
-_LIMIT_FROM = 64 << 10  # bytes: below, the memory limit is the overhead of torch's calls
+_LIMIT_FROM = 64 << 10  # bytes; below this, the memory limit only measures the overhead of torch calls
 
 
 def render(run: Run, dtype: str, rounds: int) -> str:
-    """Both tables of a run, and the geometric means."""
+    """The all-reduce and send tables of a run, with geometric means."""
     with_mpi = MPI in run.all_reduce[0].seconds
     of_rounds = over_rounds(rounds)
     left_out = {*([] if with_mpi else ["x mpi"]), *(["min-max µs"] if rounds == 1 else [])}
@@ -55,7 +55,7 @@ def render(run: Run, dtype: str, rounds: int) -> str:
 
 
 def over_rounds(rounds: int) -> str:
-    """What the times shown are."""
+    """Describes how the times shown were computed."""
     return "1 round" if rounds == 1 else f"median of {rounds} rounds"
 
 
@@ -92,7 +92,7 @@ def _microseconds(seconds: float) -> str:
 
 
 def _number(value: float) -> str:
-    """With two decimals, or as many as show two digits."""
+    """Two decimals, or more for values below 0.1, so that two significant digits show."""
     decimals = 2 if value >= 0.1 else 1 - math.floor(math.log10(value))
     return f"{value:.{decimals}f}"
 

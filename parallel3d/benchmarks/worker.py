@@ -1,15 +1,15 @@
-"""What every measured rank shares: commands over a socket, timing, and known values that prove results. No torch.
+"""Common to all benchmark ranks: commands over a socket, timing, and test values that verify results. No torch.
 
 The bench process and its ranks exchange JSON lines over a Unix socket:
 
-bench → rank   {"kind": "all_reduce", "strategy": "ring", …}     time this (`Command`)
-bench → rank   {"kind": "rest", …}                               free the buffers: others are timed now
-rank → bench   {"workers": "ours", "rank": 0}                    once, when it is ready
+bench → rank   {"kind": "all_reduce", "strategy": "ring", …}     time this call (`Command`)
+bench → rank   {"kind": "rest", …}                               free the buffers while others are timed
+rank → bench   {"workers": "ours", "rank": 0}                    once, when ready
 rank → bench   {"seconds": 0.00012} or {"error": "…"}            the answer to each command
 
 Between two commands a rank blocks in a read of its socket and uses no CPU.
 
-The known values work for torch tensors and numpy arrays, and are small, so that small dtypes hold their sums exactly.
+The test values work for torch tensors and numpy arrays, and are small, so that sums are exact in small dtypes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
-_CYCLE = 3  # distance of equal values
-_STEPS = 5  # number of consecutive ranks with different values
-_BLOCK = _CYCLE << 16  # elements written or compared at a time: checking needs little memory
+_CYCLE = 3  # the values repeat every 3 elements
+_STEPS = 5  # the values repeat every 5 ranks
+_BLOCK = _CYCLE << 16  # elements written or compared at a time, so that checking needs little memory
 Make = Callable[[list[int]], Any]
 """Makes a tensor or array of these values in the dtype of the buffer."""
 
@@ -44,19 +44,19 @@ class Command:
     registered: bool = True
     """Whether the tensor comes from `group.empty`."""
     shared: bool = False
-    """Whether all ranks may have one result. Only our own ranks read these three."""
+    """Whether the ranks may share one result tensor. Only our own ranks read strategy, registered and shared."""
     check: bool = False
-    """First make one call with known values, and fail if the result is wrong."""
+    """First make one call with test values, and fail if the result is wrong."""
 
     @property
     def num_timed(self) -> int:
-        """Number of all-reduces, or of messages one way, in all repeats."""
+        """Number of all-reduces, or of one-way messages, in all repeats."""
         return 2 * self.repeats if self.kind == "send" else self.repeats
 
     @property
     def warm_up(self) -> int:
-        """Calls before the clock starts, to fill caches that the turn before has used. Where cores share no cache, that
-        takes six calls of 16 MiB; the largest sizes fit no cache."""
+        """Untimed calls that refill the caches after the previous turn. Where cores share no cache, 16 MiB needs six
+        calls; the largest sizes fit in no cache, so one is enough."""
         return self.repeats if self.repeats > 2 else 1
 
     def to_line(self) -> bytes:
@@ -68,17 +68,17 @@ class Command:
 
 
 def to_line(**fields: Any) -> bytes:
-    """A message of a rank."""
+    """Encode a message from a rank to the bench process."""
     return json.dumps(fields).encode() + b"\n"
 
 
 def stdout_to_stderr() -> None:
-    """Keep what a rank's libraries print out of the bench process's stdout, which is for its table."""
+    """Send a rank's stdout to stderr, so that library output doesn't mix with the table on the bench's stdout."""
     os.dup2(2, 1)
 
 
 def end_quietly_on_interrupt() -> None:
-    """Let Ctrl-C end a rank with blocking calls at once, without a traceback: it has nothing to clean up."""
+    """Make Ctrl-C end a blocking rank at once, without a traceback. It has nothing to clean up."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -88,10 +88,10 @@ class BlockingRank(Protocol):
     rank: int
 
     def prepare(self, command: Command) -> None:
-        """Allocate and touch what `call` needs."""
+        """Allocate the buffers that `call` needs and touch their pages."""
 
     def check(self) -> None:
-        """Make one call with known values; raise ValueError if the result is wrong. Leaves zeros."""
+        """Make one call with test values; raise ValueError if the result is wrong. Leaves the buffers zeroed."""
 
     def call(self) -> None:
         """Make the call that is timed."""
@@ -104,7 +104,7 @@ class BlockingRank(Protocol):
 
 
 def time_calls(rank: BlockingRank, command: Command) -> float:
-    """Seconds of one all-reduce, or of one message one way; the rank is prepared for the command."""
+    """Seconds per all-reduce, or per one-way message. Call `rank.prepare(command)` first."""
     if command.check:
         rank.check()
     for _ in range(command.warm_up):
@@ -121,7 +121,7 @@ def serve(rank: BlockingRank, workers: str, path: str) -> None:
     with (
         socket.socket(socket.AF_UNIX) as connection,
         connection.makefile("rb") as commands,
-        suppress(BrokenPipeError, ConnectionResetError),  # it closed during a command
+        suppress(BrokenPipeError, ConnectionResetError),  # the bench process closed it during a command
     ):
         connection.connect(path)
         connection.sendall(to_line(workers=workers, rank=rank.rank))
@@ -145,17 +145,17 @@ def serve(rank: BlockingRank, workers: str, path: str) -> None:
 
 
 def largest_sum(num_ranks: int) -> int:
-    """The largest sum of an element, partial sums included."""
+    """Upper bound of any element's sum over `num_ranks` test values, partial sums included."""
     return num_ranks * (_CYCLE - 1 + _STEPS - 1)
 
 
 def fill(buffer: Any, rank: int, make: Make) -> None:
-    """Write this rank's contribution."""
+    """Fill the buffer with this rank's test values."""
     _for_blocks(buffer, make, [position + rank % _STEPS for position in range(_CYCLE)], _write)
 
 
 def check_sum(buffer: Any, ranks: range, make: Make, what: str) -> None:
-    """Raise ValueError unless the buffer is the sum of the contributions of these ranks."""
+    """Raise ValueError unless the buffer is the sum of these ranks' test values."""
     total = sum(rank % _STEPS for rank in ranks)
     values = [len(ranks) * position + total for position in range(_CYCLE)]
 

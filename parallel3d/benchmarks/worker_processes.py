@@ -1,4 +1,4 @@
-"""The worker processes of each contestant: started once, they run the commands of the bench process."""
+"""The worker processes of each contestant: started once, they run commands sent by the bench process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runtime.launch.script import Target
 from runtime.launch.spec import LaunchSpec
 
 Run = Callable[[], Coroutine[Any, Any, str]]
-"""Runs the processes to their end; returns why they failed, or "". Cancelling it ends them."""
+"""Runs the processes until they exit; returns why they failed, or "". Cancelling stops them."""
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 _READY_SECONDS = 120.0
@@ -27,8 +27,8 @@ _PRELOAD = ("torch", "torch.distributed", "numpy", "uvloop", "parallel3d.rank_me
 
 
 async def run_launched(module: str, num_ranks: int, *args: str) -> str:
-    """Run one of our modules as ranks, as `parallel3d launch` does."""
-    # PYTHONSAFEPATH: no file of the current folder may hide a module.
+    """Launch a module of this package as ranks, as `parallel3d launch` does; returns the failure report, or ""."""
+    # PYTHONSAFEPATH: files in the current folder must not shadow modules.
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONSAFEPATH": "1"}
     target = Target(f"parallel3d.benchmarks.{module}", is_module=True, args=args)
     spec = LaunchSpec(target, num_ranks, _PRELOAD, environment=environment, interrupt_grace=_GRACE_SECONDS)
@@ -51,7 +51,7 @@ class Listener:
         self.path.unlink(missing_ok=True)
 
     def expect(self, workers: str, num_ranks: int) -> list[asyncio.Future[Connection]]:
-        """Futures of the ranks' connections."""
+        """One future per rank, set when that rank connects."""
         loop = asyncio.get_running_loop()
         keys = [(workers, rank) for rank in range(num_ranks)]
         self._awaited.update((key, loop.create_future()) for key in keys)
@@ -60,14 +60,14 @@ class Listener:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         hello = json.loads(await reader.readline())
         awaited = self._awaited.pop((hello["workers"], hello["rank"]))
-        if awaited.done():  # these processes have failed meanwhile
+        if awaited.done():  # these processes failed in the meantime
             writer.close()
         else:
             awaited.set_result((reader, writer))
 
 
 class WorkerProcesses:
-    """The processes of one contestant. Entering starts them; after `ready` they take commands."""
+    """The processes of one contestant. `async with` starts them; after `ready` they accept commands."""
 
     def __init__(self, name: str, num_ranks: int, listener: Listener, run: Run) -> None:
         self.name = name
@@ -80,7 +80,7 @@ class WorkerProcesses:
         return self
 
     async def ready(self) -> None:
-        """Wait until every rank takes commands. Raises BenchmarkError if they end before."""
+        """Wait until every rank accepts commands. Raises BenchmarkError if they exit first or take too long."""
         connected = asyncio.create_task(self._connect())
         either: set[asyncio.Future[Any]] = {connected, self._running}
         await asyncio.wait(either, timeout=_READY_SECONDS, return_when=asyncio.FIRST_COMPLETED)
@@ -93,7 +93,7 @@ class WorkerProcesses:
         return [await expected for expected in self._expected]
 
     async def ask(self, command: Command) -> float:
-        """Run the command on every rank; returns the seconds of the slowest."""
+        """Run the command on every rank; returns the slowest rank's seconds."""
         for _, writer in self._connections:
             writer.write(command.to_line())
         answers = [asyncio.create_task(self._answer(rank)) for rank in range(self._num_ranks)]
@@ -120,7 +120,7 @@ class WorkerProcesses:
         return float(answer["seconds"])
 
     async def _failure(self, otherwise: str) -> BenchmarkError:
-        """The error of processes that ended or are about to; `otherwise` if they give none."""
+        """The error of processes that have exited or soon will; says `otherwise` if they reported no reason."""
         await asyncio.wait({self._running}, timeout=_LEAVE_SECONDS if self._connections else 0)
         why = await self._running if self._running.done() else ""
         return BenchmarkError(f"the ranks of {self.name} " + (f"failed:\n{why}" if why else otherwise))
@@ -134,13 +134,13 @@ class WorkerProcesses:
         await self.dismiss()
 
     async def dismiss(self) -> None:
-        """End the processes and wait for it, so that they don't disturb what is measured next."""
+        """Stop the processes and wait until they exit, so that they don't disturb the next measurement."""
         self._close_connections()
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)  # errors were raised before
 
     def _close_connections(self) -> None:
-        """Every connected rank exits then, even if others never connected."""
+        """Makes every connected rank exit, even if others never connected."""
         for expected in self._expected:
             if expected.done() and not expected.cancelled():
                 expected.result()[1].close()
