@@ -1,1 +1,1 @@
-"""What happened: events in, metrics out."""
+"""Monitoring: records events in ranks, analyses them, and serves the results as metrics, pages and dashboards."""

@@ -1,4 +1,4 @@
-"""The monitor of a run: an observer with all rules in a thread of its own, and an endpoint that serves what it sees."""
+"""Builds a run's monitor: an observer in its own thread, and an endpoint that serves its results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 Routes = Callable[[MonitorThread, Observer], "list[web.RouteDef]"]
-"""What is mounted beside /metrics, behind the token. Called once, in the monitor thread."""
+"""Returns the routes to mount beside /metrics; they require the token. Called once, in the monitor thread."""
 
 
 def open_monitor(
@@ -26,9 +26,9 @@ def open_monitor(
     routes: Routes | None = None,
     lists_ranks: bool = False,
 ) -> tuple[MonitorThread, Observer]:
-    """Observes from now on, and answers on the endpoint until it is closed. Only the thread may use the observer.
+    """Start observing, and serve on the endpoint until the thread is closed. Only that thread may use the observer.
 
-    lists_ranks: whether ranks have endpoints of their own, which /sd lists.
+    lists_ranks: whether ranks have endpoints of their own; /sd then lists them.
     """
     observer = Observer(facts, planner)
     make_app = partial(_make_app, endpoint, observer, lists_ranks, routes)
@@ -39,7 +39,7 @@ def _make_app(
     endpoint: Endpoint | None, observer: Observer, lists_ranks: bool, routes: Routes | None, monitor: MonitorThread
 ) -> web.Application:
     from monitoring.http.server import make_app
-    from monitoring.prometheus.run_metrics import RunMetrics, scrape_targets  # here: the run does not wait for them
+    from monitoring.prometheus.run_metrics import RunMetrics, scrape_targets  # here: the thread imports it, not the run
 
     assert endpoint is not None
     metrics = RunMetrics(observer, lambda: Status(monitor.status).is_broken, monitor.scrapes.note)

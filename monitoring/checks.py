@@ -1,4 +1,4 @@
-"""What a rank sends may be anything: these take a value that is what it should be, and raise ValueError otherwise."""
+"""Checks for untrusted values from ranks: each returns a valid value, and raises ValueError otherwise."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def whole_number(value: Any) -> int:
 
 
 def count(value: Any) -> int:
-    """From 0 up."""
+    """An integer >= 0."""
     if whole_number(value) < 0:
         raise ValueError(f"{value!r} is below zero")
     return int(value)
 
 
 def number(value: Any) -> float:
-    """NaN and infinity too: a loss may be that."""
+    """Accepts NaN and infinity, because a loss can be either."""
     if type(value) not in (int, float):
         raise ValueError(f"{value!r} is no number")
     return float(value)
@@ -33,12 +33,12 @@ def finite(value: Any) -> float:
 
 
 def text(value: Any) -> str:
-    """Its beginning."""
+    """The first 200 characters."""
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is no text")
     return value[:200]
 
 
 def or_null(value: float) -> float | None:
-    """JSON has no NaN."""
+    """None for NaN and infinity, which JSON does not have."""
     return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""What ranks report to their run: one value for each kind of message, checked once where it arrives."""
+"""Messages from ranks to their run: a dataclass for each kind, and the decoder that validates them on arrival."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from monitoring.events.loop_lag import LagHistogram
 from monitoring.events.time_parts import TimeParts
 
 Wire = Mapping[str, Any]
-"""A message as the control channel carries it: its `kind`, and fields of JSON's types."""
+"""A message on the control channel: its `kind`, and fields of JSON types."""
 _TARGET = re.compile(r"(?:[A-Za-z0-9._-]{1,253}|\[[0-9a-f:]{2,39}\]):[0-9]{1,5}", re.ASCII)
 
 
@@ -34,11 +34,11 @@ class Ready:
 
     host: str
     device: str
-    """As CUDA names it; `cpu` where there is none."""
+    """CUDA's name of the device, or `cpu`."""
     parameters: int
-    """Numbers that it trains."""
+    """Number of trainable parameters on this rank."""
     num_cores: int
-    """Of its host, as far as the rank may use them. 0: not known."""
+    """Cores of the host that the rank may use; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +46,19 @@ class RunStep:
     """`step`, sent by rank 0: one step of the whole mesh."""
 
     step: int
-    """From 0."""
+    """Counted from 0."""
     loss: float
     """The mean over the whole batch."""
     grad_norm: float
-    """Of all gradients of the mesh together, before clipping."""
+    """Norm of all gradients of the mesh, before clipping."""
     learning_rate: float
     tokens: int
-    """Targets of the whole batch."""
+    """Number of targets in the whole batch."""
     seconds: float
-    """From the end of the step before, so waiting for data is part of it."""
+    """Measured from the end of the previous step, so it includes waiting for data."""
     all_reduce_bandwidth: float | None = field(default=None, kw_only=True)
-    """Bus bandwidth in 10⁹ bytes a second: of the gradients' reduction; with a single replica, of what tensor-parallel
-    ranks added up. None where nothing was reduced."""
+    """Bus bandwidth in 10⁹ bytes a second: of the gradients' reduction or, with a single replica, of tensor-parallel
+    all-reduces. None if nothing was reduced."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -66,7 +66,7 @@ class RunStep:
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """As in `events.jsonl`; a number that is not finite is null."""
+        """The form in `events.jsonl`; numbers that are not finite become null."""
         return {
             "step": self.step,
             "loss": or_null(self.loss),
@@ -77,45 +77,45 @@ class RunStep:
         }
 
     def to_json_with(self, parts: TimeParts | None) -> dict[str, Any]:
-        """As the page has it. parts: of the step, the mean of the ranks; None where they are not known (yet)."""
+        """The form that the page reads. parts: the ranks' mean for this step; None if not known (yet)."""
         return {**self.to_json(), "parts": None if parts is None else parts.to_json()}
 
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """`events`: what a rank's recorder held. Unpacked by whoever analyses them, in its own thread."""
+    """`events`: records of a rank's recorder. They stay packed until the monitor thread analyses them."""
 
     data: str
-    """Records in base64."""
+    """Packed records, in base64."""
     dropped: int
-    """Events that were lost, since the rank's start."""
+    """Number of events lost since the rank started."""
 
     @staticmethod
     def to_wire(data: bytes, dropped: int) -> dict[str, object]:
         return {"data": base64.b64encode(data).decode(), "dropped": dropped}
 
     def unpack(self, offset: float) -> list[Event]:
-        """Their moments later by `offset`. Raises ValueError for data that no recorder wrote."""
+        """The events, with `offset` added to their times. Raises ValueError for data that no recorder wrote."""
         return unpack(base64.b64decode(self.data, validate=True), offset)
 
     @property
     def num_events(self) -> int:
-        """Without unpacking them."""
+        """Computed from the size, without unpacking."""
         return len(self.data) * 3 // 4 // RECORD_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """`memory`: bytes that the rank's process uses, and what for."""
+    """`memory`: bytes that the rank's process uses, in total and by kind."""
 
     process: int
     kinds: Mapping[str, int]
-    """Parts of `process`."""
+    """Bytes by kind; each is included in `process`."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataQueue:
-    """`queue`: batches that were ready when the rank asked for one, the mean since its last report."""
+    """`queue`: batches that were ready when the rank asked for one, averaged since its previous report."""
 
     mean: float
     capacity: int
@@ -123,7 +123,7 @@ class DataQueue:
 
 @dataclass(frozen=True, slots=True)
 class LoopLag:
-    """`loop_lag`: how late the rank's event loop ran its timers, since its start."""
+    """`loop_lag`: how late the rank's event loop ran its timers, since the rank started."""
 
     histogram: LagHistogram
 
@@ -138,14 +138,14 @@ class Collectives:
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """`clock`: seconds to add to the rank's moments to get those of rank 0's clock."""
+    """`clock`: seconds to add to the rank's times to convert them to rank 0's clock."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """`log`: a record of the rank's logger, of any fields; `rank` is the one that sent it."""
+    """`log`: a record of the rank's logger, with any fields; `rank` is the sender."""
 
     record: dict[str, Any]
 
@@ -167,7 +167,7 @@ class RankEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """In place of a message that could not be decoded."""
+    """Stands for a message that could not be decoded."""
 
 
 Message = (
@@ -177,9 +177,9 @@ Message = (
 
 
 def decode(rank: int, message: Wire) -> Message | None:
-    """The message; None if its kind is for others, or if it is a step and not of rank 0, which reports for all.
+    """The decoded message; None if its kind is not listed here, or for a step that is not from rank 0.
 
-    Raises ValueError where it is malformed: a rank may send anything.
+    Raises ValueError if it is malformed: messages from ranks are not trusted.
     """
     reads = _READERS.get(str(message.get("kind")))
     if reads is None:
@@ -191,7 +191,7 @@ def decode(rank: int, message: Wire) -> Message | None:
 
 
 def receive(rank: int, message: Wire) -> Message | None:
-    """The same for callers that go on whatever comes: `Malformed` in place of the error."""
+    """Like `decode`, but returns `Malformed` instead of raising."""
     try:
         return decode(rank, message)
     except ValueError:

@@ -1,7 +1,7 @@
-"""Gates that a parallel run has to pass beside the same run on one rank: fast enough, the same loss, real all-reduces.
+"""Gates that compare a parallel run with the same run on one rank: scaling, final loss, all-reduce bandwidth.
 
-Judges what two `metrics.json` say. Pure: documents in, outcomes out. Numbers are compared as they are written, so that
-a loss of 1.01 beside 1.00 is within a tolerance of 0.01, which it is not in floating point.
+Pure functions on the contents of two `metrics.json`. Numbers are compared as exact decimals, so a loss of 1.01 against
+1.00 is within a tolerance of 0.01; in floating point it is not.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Evidence = Mapping[str, float | int | str | None]
 
 
 class Outcome(StrEnum):
-    """How a gate judged, by name. All but `ok` reject."""
+    """A gate's outcome. All but `ok` are failures."""
 
     OK = "ok"
     MISSING_FIELD = "missing_field"
     NOT_A_NUMBER = "not_a_number"
-    """Null, a text, NaN or infinite; of the bandwidths also what is no array."""
+    """Null, a string, a boolean, NaN or infinite; for the bandwidths also anything that is not an array."""
     NON_POSITIVE = "non_positive"
     EMPTY_ARRAY = "empty_array"
     WORLD_SIZE_TOO_SMALL = "world_size_too_small"
@@ -38,7 +38,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """One gate's outcome with all numbers that led to it."""
+    """One gate's outcome, with the numbers it was computed from."""
 
     gate: str
     outcome: Outcome
@@ -61,12 +61,12 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """What is asked for. Raises ValueError, with the option's name, for a value outside its range."""
+    """Limits of the gates. Raises ValueError, naming the option, for a value outside its range."""
 
     scaling_floor: float = SCALING_FLOOR
     loss_tolerance: float = LOSS_TOLERANCE
     peak_gbps: float | None = None
-    """What the links can do at most, in 10^9 bytes a second; None: any bandwidth above 0 will do."""
+    """Peak bandwidth of the links in 10^9 bytes a second; None: any bandwidth above 0 passes."""
 
     def __post_init__(self) -> None:
         if not 0 < self.scaling_floor <= 1:
@@ -89,7 +89,7 @@ _Result = tuple[Outcome, str, Evidence]
 
 
 class _Rejected(Exception):
-    """A value that can't be judged."""
+    """A value makes the gate fail before it can compare anything."""
 
     def __init__(self, outcome: Outcome, message: str, evidence: Evidence) -> None:
         super().__init__(message)
@@ -99,7 +99,7 @@ class _Rejected(Exception):
 def verify(
     baseline: Metrics, candidate: Metrics, world_size: int, thresholds: Thresholds | None = None
 ) -> tuple[Judgement, ...]:
-    """Every gate, in the order in which they are shown. `baseline` is the run on one rank."""
+    """The result of every gate, in display order. `baseline` is the run on one rank."""
     asked = thresholds or Thresholds()
     gates = {
         "scaling_efficiency": lambda: _scaling(baseline, candidate, world_size, asked.scaling_floor),
@@ -110,7 +110,7 @@ def verify(
 
 
 def notes(baseline: Metrics, candidate: Metrics, world_size: int) -> list[str]:
-    """What no gate judges, but makes the comparison doubtful: files of other numbers of ranks than was said."""
+    """Warnings that fail no gate: a file's world size differs from the expected one."""
     said = (
         (baseline, 1, "the baseline is the run on one rank"),
         (candidate, world_size, "--world-size says otherwise"),
@@ -213,7 +213,7 @@ def _positive(metrics: Metrics, name: str) -> float:
 
 
 def _as_positive(metrics: Metrics, name: str, value: Any, index: int | None = None) -> float:
-    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:  # true is no number, nor is NaN
+    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:  # rejects booleans and NaN too
         raise _not_a_number(metrics, name, value, "a number", index)
     if value <= 0:
         message = f"{metrics.file}: {name} is {_shown(value)}, which is not above 0."
@@ -232,13 +232,13 @@ def _place(metrics: Metrics, name: str, value: Any, index: int | None) -> Eviden
 
 
 def _shown(value: Any) -> str:
-    """As the file has it, but not all of it."""
+    """The value as JSON, at most 40 characters of it."""
     text = json.dumps(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _compared(value: Fraction, sign: str, threshold: float) -> str:
-    """Both, with as many digits as it takes to see that they differ."""
+    """Value and threshold, with enough digits to show that they differ."""
     for digits in (4, 7, 17):
         texts = f"{_as_float(value):.{digits}g}", f"{threshold:.{digits}g}"
         if texts[0] != texts[1]:
@@ -247,7 +247,7 @@ def _compared(value: Fraction, sign: str, threshold: float) -> str:
 
 
 def _exact(value: float) -> Fraction:
-    """What its shortest decimal says, which is what was written."""
+    """The value of the shortest decimal form, which is the number written in the file."""
     return Fraction(repr(value))
 
 

@@ -1,1 +1,1 @@
-"""What events mean: where a step's time went, who is slow, what would help. Pure."""
+"""Pure analysis of events: time attribution, stragglers, bottlenecks."""

@@ -111,7 +111,7 @@ def _those(everyone: Sequence[RankTimes], groups: Groups) -> list[list[RankTimes
 
 
 def _share_tensor_waits(peers: Sequence[RankTimes]) -> None:
-    """The last to come waits for the exchange alone; whoever waits longer waits for that one."""
+    """The last rank to arrive waits only for the exchange; any longer wait is for that rank."""
     if len(peers) == 1 or len({len(each.waits) for each in peers}) > 1:  # some events were lost
         for each in peers:
             each.parts["tp_comm"] += sum(each.waits)

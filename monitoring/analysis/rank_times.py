@@ -36,7 +36,7 @@ _PART_OF: dict[int, str] = {
 
 @dataclass(slots=True)
 class RankTimes:
-    """Of one rank in one step. `parts` has what needs no other rank's word; the rest is for whoever compares."""
+    """Of one rank in one step. `parts` starts with what needs no other rank's events; `attribute` adds the rest."""
 
     facts: RankFacts
     step: int = 0
@@ -59,10 +59,10 @@ class RankTimes:
     waiting: float = 0.0
     """For other stages."""
     late: dict[int, float] = field(default_factory=lambda: dict.fromkeys(_AXES, 0.0))
-    """How much earlier others with the same work came to where they meet along an axis. Whoever is late along one holds
-    up ranks that are late along another then, so the most of them counts, and not their sum."""
+    """By axis, how much earlier ranks with the same work arrived. A delay along one axis also delays ranks along
+    another, so the maximum counts, not the sum."""
     held_up: float = 0.0
-    """By its pipeline: in receives, and where stages that share a weight meet. Sends wait for nobody."""
+    """By its pipeline: in receives, and where stages that share a weight meet. Sends do not wait."""
     lateness: float = 0.0
     """Of `late`, what nothing known explains."""
     actions: Span | None = None

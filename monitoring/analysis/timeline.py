@@ -1,4 +1,4 @@
-"""The ranks' events put together step by step: a step is handed on once every rank has told all of it."""
+"""Collects the ranks' events by step, and returns a step once all ranks have ended it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Timeline:
             if at <= self._done:
                 if what != _COLLECTIVE:
                     continue
-                at = self._done + 1  # told late by the event loop; its bytes shall count somewhere
+                at = self._done + 1  # recorded late by the event loop; counted in the next step
             if at != step:
                 step, found = at, steps.setdefault(at, [])
                 if rank in self._missed:

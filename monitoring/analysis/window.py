@@ -135,7 +135,7 @@ class RecentLag:
             self._news.popleft()
 
     def histograms(self, now: float) -> dict[int, LagHistogram]:
-        """By rank, of those that have told lately."""
+        """By rank, for ranks with recent reports."""
         all_of_them: dict[int, LagHistogram] = defaultdict(LagHistogram)
         for moment, rank, each in self._news:
             if moment >= now - self._seconds and any(each.counts):

@@ -1,1 +1,1 @@
-"""What a rank records: events, collectives, loop lag, and the trace that shows them."""
+"""Recording in ranks: events, collectives, event-loop lag, and their export as a trace."""

@@ -1,4 +1,4 @@
-"""What a rank's collectives, sends and receives moved and how long they took: its latest calls, and totals."""
+"""Sizes and durations of a rank's collectives, sends and receives: its latest calls, and totals."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send", "recv", "barrier")
 MAX_EVENTS = 1024
-_ROW = [str, str, str, int, int, float, float]  # of the wire form: a key and its total
+_ROW = [str, str, str, int, int, float, float]  # types of a row on the wire: a key and its total
 
 Key = tuple[str, str, str]
-"""Group, kind, and the strategy that carried the calls out."""
+"""Group, kind and executed strategy."""
 
 
 def bus_factor(kind: str, num_ranks: int) -> float:
-    """How many bytes each rank's link moves for a byte of the call's size, as nccl-tests defines both.
+    """Bytes that each rank's link moves per byte of the call's size, as nccl-tests defines both.
 
-    The size is that of the tensor which is reduced, broadcast, exchanged or sent; for `reduce_scatter` the whole
-    input, for `all_gather` the whole result. An all-reduce has to move 2(n-1)/n of it in and out of every rank, the
-    ones that only scatter, gather or exchange (n-1)/n, all others 1.
+    The size is that of the tensor that is reduced, broadcast, exchanged or sent; for `reduce_scatter` the whole input,
+    for `all_gather` the whole result. The factor is 2(n-1)/n for an all-reduce, (n-1)/n for reduce-scatter, all-gather
+    and all-to-all, and 1 for all others.
     """
     match kind:
         case "all_reduce":
@@ -36,43 +36,43 @@ def bus_factor(kind: str, num_ranks: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveEvent:
-    """One call that ended well, as this rank saw it."""
+    """One successful call, as this rank saw it."""
 
     group: str
     kind: str
     """One of `KINDS`."""
 
     strategy: str
-    """The one that carried it out: default, ring, tree or hierarchical."""
+    """The executed strategy: default, ring, tree or hierarchical."""
 
     requested: str
-    """The strategy asked for, which may be adaptive."""
+    """The requested strategy, which may be adaptive."""
 
     num_bytes: int
     """The size as nccl-tests counts it, see `bus_factor`; 0 for a barrier."""
 
     num_ranks: int
     seconds: float
-    """From the call until this rank's event loop saw its end, so waiting for late ranks is part of it."""
+    """From the call until this rank's event loop saw its end; includes waiting for late ranks."""
 
     began: float
     """When it was called, on the clock of `time.monotonic`."""
 
     @property
     def algorithm_bandwidth(self) -> float | None:
-        """Bytes a second; None where no bytes or no time passed."""
+        """Bytes a second; None if bytes or seconds are 0."""
         return self.num_bytes / self.seconds if self.num_bytes and self.seconds else None
 
     @property
     def bus_bandwidth(self) -> float | None:
-        """Bytes a second over each rank's link, whatever the number of ranks; None where no bytes or no time passed."""
+        """Bytes a second over each rank's link, comparable between group sizes; None if bytes or seconds are 0."""
         bandwidth = self.algorithm_bandwidth
         return None if bandwidth is None else bandwidth * bus_factor(self.kind, self.num_ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTotal:
-    """Calls added up."""
+    """Sums over calls."""
 
     calls: int = 0
     num_bytes: int = 0
@@ -82,7 +82,7 @@ class CollectiveTotal:
 
     @property
     def bus_bandwidth(self) -> float | None:
-        """Bytes a second over each rank's link; None where no bytes or no time passed."""
+        """Bytes a second over each rank's link; None if bytes or seconds are 0."""
         return self.bus_bytes / self.seconds if self.num_bytes and self.seconds else None
 
     def __add__(self, other: CollectiveTotal) -> CollectiveTotal:
@@ -94,7 +94,7 @@ class CollectiveTotal:
         )
 
     def __sub__(self, earlier: CollectiveTotal) -> CollectiveTotal:
-        """What came since then."""
+        """The calls since `earlier`."""
         return CollectiveTotal(
             self.calls - earlier.calls,
             self.num_bytes - earlier.num_bytes,
@@ -104,16 +104,16 @@ class CollectiveTotal:
 
 
 class CollectiveRecorder:
-    """Notes the calls of one mesh in one rank. `record` is meant for the event loop's thread."""
+    """Records the calls of one mesh in one rank. Call `record` in the event loop's thread only."""
 
     __slots__ = ("_latest", "_sums", "events_into")
 
     def __init__(self, max_events: int = MAX_EVENTS) -> None:
         self.events_into: Recorder | None = None
-        """Where each call leaves an event too."""
+        """If set, each call is also recorded there as an event."""
         self._latest: deque[tuple[str, str, str, str, int, int, float, float]] = deque(maxlen=max_events)
         self._sums: dict[tuple[str, str, str, int], list[int | float]] = {}
-        """Calls, bytes and seconds by group, kind, strategy and number of ranks: one bus factor each."""
+        """Calls, bytes and seconds by group, kind, strategy and number of ranks, so each row has one bus factor."""
 
     def record(
         self,
@@ -126,7 +126,7 @@ class CollectiveRecorder:
         seconds: float,
         began: float,
     ) -> None:
-        """Note one call; the arguments are the fields of `CollectiveEvent`, made only when somebody looks."""
+        """Record one call. Takes the fields of `CollectiveEvent`; the object itself is built only when it is read."""
         self._latest.append((group, kind, strategy, requested, num_bytes, num_ranks, seconds, began))
         key = (group, kind, strategy, num_ranks)
         try:
@@ -140,11 +140,11 @@ class CollectiveRecorder:
             self.events_into.collective(group, kind, strategy, num_bytes, max(0.0, seconds), began)
 
     def events(self) -> list[CollectiveEvent]:
-        """The latest calls, 1024 unless told otherwise, in the order in which they ended."""
+        """The latest calls (up to `max_events`), in the order in which they ended."""
         return [CollectiveEvent(*fields) for fields in self._latest.copy()]
 
     def since(self, moment: float) -> list[CollectiveEvent]:
-        """Of the latest calls those that ended after a moment of `time.monotonic`, in the order in which they ended."""
+        """The latest calls that ended at or after a time of `time.monotonic`, in the order in which they ended."""
         found = []
         for fields in reversed(self._latest.copy()):
             *_, seconds, began = fields
@@ -154,7 +154,7 @@ class CollectiveRecorder:
         return found[::-1]
 
     def totals(self) -> dict[Key, CollectiveTotal]:
-        """All calls since the mesh was made, by group, kind and strategy."""
+        """All calls since the mesh was created, by group, kind and strategy."""
         totals: dict[Key, CollectiveTotal] = {}
         for (group, kind, strategy, num_ranks), (calls, num_bytes, seconds) in self._sums.copy().items():
             total = CollectiveTotal(int(calls), int(num_bytes), seconds, num_bytes * bus_factor(kind, num_ranks))
@@ -162,7 +162,7 @@ class CollectiveRecorder:
         return totals
 
     def to_wire(self) -> dict[str, object]:
-        """The totals, for the control channel: a row for each group, kind and strategy."""
+        """The totals for the control channel: one row per group, kind and strategy."""
         rows = [[*key, t.calls, t.num_bytes, t.seconds, t.bus_bytes] for key, t in self.totals().items()]
         return {"totals": rows}
 
@@ -181,6 +181,6 @@ def _read_row(row: Any) -> tuple[Key, CollectiveTotal]:
     group, kind, strategy, *numbers = row
     if kind not in KINDS or not (group.isprintable() and strategy.isprintable()):
         raise ValueError("collectives: there are no calls of such a group, kind and strategy")
-    if not all(0 <= number < 2**63 for number in numbers):  # also false for what is no number
+    if not all(0 <= number < 2**63 for number in numbers):  # false for NaN too
         raise ValueError("collectives: totals are numbers from 0 up")
     return (group, kind, strategy), CollectiveTotal(*numbers)

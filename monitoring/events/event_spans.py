@@ -1,4 +1,4 @@
-"""Events as spans of a trace: actions in one row, what a step waits for in another, collectives below."""
+"""Converts events to spans of a trace: one row for steps and their phases, one for actions, then collectives."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _PHASES = frozenset((What.DATA, What.REDUCE, What.MEET, What.OPTIMIZER, What.CHE
 def spans_of(
     events: Iterable[Event], pipeline: str, facts: Mapping[int, Mapping[str, Any]], offset: float = 0.0
 ) -> Iterator[Span]:
-    """One rank's.
+    """The spans of one rank.
 
-    pipeline: names the one that the rank is in, for its messages. facts: of each step, to be shown with it. offset: is
-    added to all moments.
+    pipeline: name of the rank's pipeline, part of its messages' names. facts: by step, shown with the step's span.
+    offset: seconds added to all times.
     """
     for event in events:
         start, end = event.start + offset, event.end + offset
@@ -48,7 +48,7 @@ def _of_action(event: Event, pipeline: str, start: float, end: float) -> Span:
 
 
 def _messages(event: Event, pipeline: str) -> tuple[str, str]:
-    """A message has the name of its receive, of the step, and of the pipeline it is in."""
+    """(sent, received) message names; each is made of the step, the pipeline and the receive action."""
     if event.what in _RECEIVE_OF:
         receive, further = _RECEIVE_OF[event.what]
         return f"{event.step}.{pipeline}.{event.stage + further}{receive.name}{event.microbatch}", ""

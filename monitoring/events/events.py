@@ -1,4 +1,4 @@
-"""What happened in a rank, as records of fixed size: what it was, where, when, and how many bytes it moved."""
+"""Events of a rank and their fixed-size binary records."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _FORMATS = {
     "strategy": "B",
     "calls": "I",
 }
-"""Of a record's fields, which are an `Event`'s in its order; little-endian, and nothing between them."""
+"""Struct formats of a record: the fields of `Event` in the same order, little-endian and without padding."""
 RECORD = struct.Struct("<" + "".join(_FORMATS.values()))
 RECORD_BYTES = RECORD.size
 _COLUMNS = numpy.dtype([(name, f"<{code}") for name, code in _FORMATS.items()])
 
 
 class What(IntEnum):
-    """The kinds of events. Names of actions are those of a schedule's table."""
+    """The kinds of events. Actions have the same names as in a schedule's table."""
 
     STEP = 0
-    """A whole step, from the end of the one before; a rank's last event of the step."""
+    """A whole step, from the end of the previous one. It is the rank's last event of the step."""
     DATA = 1
     """Waiting for the step's batch."""
     F = 2
@@ -51,18 +51,18 @@ class What(IntEnum):
     RECV_F = 8
     RECV_B = 9
     REDUCE_GRAD = 10
-    """Handing a stage's gradients over to be reduced."""
+    """Handing a stage's gradients to the reducer."""
     REDUCE = 11
-    """From a rank's last action to the end of the gradients' reduction; and before its first action, where replicas
-    tell each other how much their parts of the batch count. With the axis TP or PP: ranks of one replica add up the
-    gradients of parameters that several of them have."""
+    """From a rank's last action to the end of the gradients' reduction. Also before its first action, where replicas
+    exchange the weights of their parts of the batch. With the axis TP or PP: ranks of one replica sum the gradients of
+    parameters that they share."""
     MEET = 12
-    """Waiting for all ranks of the mesh, which tell each other the norm and the loss; twice where passes are apart."""
+    """Waiting for all ranks of the mesh to exchange norm and loss; two events per step if these are separate passes."""
     OPTIMIZER = 13
-    """The norm and the update without waiting for others; where the state is sharded, gathering weights too."""
+    """The norm and the update without waiting for other ranks; with a sharded state also gathering the weights."""
     CHECKPOINT = 14
     COLLECTIVE = 15
-    """A call on a group, or several of one kind together; it may overlap all others."""
+    """One call on a group, or several of one kind combined. It may overlap any other event."""
 
 
 COMPUTE = frozenset((What.F, What.B, What.I, What.W))
@@ -72,7 +72,7 @@ ACTIONS = COMPUTE | SENDS | RECEIVES | {What.REDUCE_GRAD}
 
 
 class Axis(IntEnum):
-    """Of the mesh, or all of it."""
+    """An axis of the mesh, or the whole mesh."""
 
     WORLD = 0
     DP = 1
@@ -85,11 +85,11 @@ class Axis(IntEnum):
 
 
 AXES = tuple(axis.label for axis in Axis)
-"""Their labels, in the order of their values."""
+"""Labels of `Axis`, in the order of its values."""
 
 
 class Event(NamedTuple):
-    """One record. Moments are seconds of time.monotonic, in the rank's own clock until they are aligned."""
+    """One record. Times are seconds of time.monotonic, on the rank's own clock until they are aligned."""
 
     what: int
     """A value of `What`."""
@@ -99,20 +99,20 @@ class Event(NamedTuple):
     stage: int = NO_STAGE
     microbatch: int = NO_MICROBATCH
     cpu: float = 0.0
-    """Of a computing action: seconds of the processor that the rank's thread used meanwhile. Of a receive: seconds in
-    which weight gradients were computed because nothing had come yet."""
+    """Computing actions: CPU seconds that the rank's thread used. Receives: seconds spent on weight gradients while the
+    message had not arrived."""
     waited: float = 0.0
-    """Seconds of it in which the rank waited for its tensor-parallel peers; of a COLLECTIVE, the seconds that its calls
-    took, which is less than end - start where several are told together."""
+    """Seconds in which the rank waited for its tensor-parallel peers. COLLECTIVE: seconds that its calls took, which
+    can be less than end - start if several calls are combined."""
     num_bytes: int = 0
     axis: int = Axis.WORLD
     """A value of `Axis`."""
     op: int = 0
-    """Of a COLLECTIVE: its place in `OPS`."""
+    """COLLECTIVE: index into `OPS`."""
     strategy: int = 0
-    """Of a COLLECTIVE: its place in `STRATEGIES`."""
+    """COLLECTIVE: index into `STRATEGIES`."""
     calls: int = 1
-    """Of a COLLECTIVE: calls. Of a send: 0 where its message is told as a COLLECTIVE too."""
+    """COLLECTIVE: number of calls. Sends: 0 if the message is also recorded as a COLLECTIVE."""
 
     @property
     def seconds(self) -> float:
@@ -120,7 +120,7 @@ class Event(NamedTuple):
 
     @property
     def action(self) -> str:
-        """As a schedule's table names it, such as 1F0 or 0SEND_F2."""
+        """The name in a schedule's table, such as 1F0 or 0SEND_F2."""
         microbatch = "" if self.microbatch == NO_MICROBATCH else self.microbatch
         return f"{self.stage}{What(self.what).name}{microbatch}"
 
@@ -134,7 +134,7 @@ def pack_into(buffer: bytearray, offset: int, event: Event) -> None:
 
 
 def unpack(data: bytes, offset: float = 0.0) -> list[Event]:
-    """The events in these bytes, their moments later by `offset`. Raises ValueError for anything that `pack_into` could
+    """The events in these bytes, with `offset` added to their times. Raises ValueError for data that `pack_into` could
     not have written."""
     if len(data) % RECORD_BYTES:
         raise ValueError(f"{len(data)} bytes are no whole number of events")

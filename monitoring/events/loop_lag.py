@@ -1,4 +1,4 @@
-"""How late the event loop runs its timers, measured in every rank."""
+"""Event-loop lag: how late a rank's event loop runs its timers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INTERVAL = 0.05  # seconds: 20 wake-ups a second cost eight ranks on two cores u
 
 @dataclass(slots=True)
 class LagHistogram:
-    """Counts by upper bound, so that ranks can be added up."""
+    """Counts per bucket of `BOUNDS` (not cumulative), so that histograms of ranks can be added."""
 
     counts: list[int] = field(default_factory=lambda: [0] * len(BOUNDS))
     total: float = 0.0
@@ -26,7 +26,7 @@ class LagHistogram:
         self.worst = max(self.worst, lag)
 
     def quantile(self, q: float) -> float:
-        """As if those of a bucket lay evenly between its bounds, none above the worst seen; 0 without data."""
+        """Interpolated linearly within a bucket, and never above the worst value; 0 without data."""
         wanted, seen, lower = q * sum(self.counts), 0, 0.0
         for bound, count in zip(BOUNDS, self.counts, strict=True):
             if count and seen + count >= wanted:
@@ -35,7 +35,7 @@ class LagHistogram:
         return 0.0
 
     def to_wire(self) -> dict[str, object]:
-        """As it is now: whoever keeps it in this process shall not see it change."""
+        """A copy, so that later observations do not change it."""
         return {"counts": [*self.counts], "total": self.total, "worst": self.worst}
 
     @staticmethod
@@ -58,7 +58,7 @@ def _is_count(value: object) -> bool:
 
 
 class LagMeter:
-    """Asks the running loop for a timer again and again, and notes how late each one comes."""
+    """Sets a timer on the running loop again and again, and records how late each one fires."""
 
     def __init__(self, interval: float = INTERVAL) -> None:
         self.histogram = LagHistogram()
@@ -66,12 +66,12 @@ class LagMeter:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, also: Callable[[], None] = lambda: None) -> None:
-        """`also` is called with each timer: it shows that the loop moves."""
+        """`also` is called with each timer, as a sign that the loop is not blocked."""
         self._loop, self._also = asyncio.get_running_loop(), also
         self._arm()
 
     def _arm(self) -> None:
-        due = time.monotonic() + self._interval  # the loop's own clock stands still while it is busy
+        due = time.monotonic() + self._interval  # some loops cache their own time during an iteration
         self._timer = self._loop.call_later(self._interval, self._ring, due)
 
     def _ring(self, due: float) -> None:

@@ -1,4 +1,4 @@
-"""A rank's events until somebody takes them: a ring that never waits, and forgets the oldest when nobody comes."""
+"""Ring buffer of a rank's events: when it is full, new events overwrite the oldest."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _pack_into = RECORD.pack_into
 
 
 class Batch(NamedTuple):
-    """Events that were taken, oldest first."""
+    """Events taken from the recorder, oldest first."""
 
     data: bytes
     dropped: int
-    """Events that nobody took in time, since the start."""
+    """Number of events overwritten before they were taken, since the start."""
 
 
 class Recorder:
-    """Written by the engine thread and the event loop."""
+    """Thread-safe: the engine thread and the event loop both write to it."""
 
     __slots__ = ("_buffer", "_capacity", "_dropped", "_lock", "_taken", "_written", "step")
 
@@ -34,7 +34,7 @@ class Recorder:
         self._written = self._taken = self._dropped = 0
         self._lock = threading.Lock()
         self.step = 0
-        """The step under way, for calls whose caller does not know it."""
+        """The current step, for collectives, whose callers do not know it."""
 
     def record(
         self,
@@ -52,8 +52,8 @@ class Recorder:
         strategy: int = 0,
         calls: int = 1,
     ) -> None:
-        """The fields of an `Event`, in its order: none is made on this path. Never waits longer than the copying of one
-        batch takes."""
+        """Takes the fields of an `Event` in its order, without building the object. Blocks at most while another thread
+        copies a batch."""
         with self._lock:
             written = self._written
             _pack_into(
@@ -73,7 +73,7 @@ class Recorder:
         calls: int = 1,
         ended: float | None = None,
     ) -> None:
-        """Calls on a group; several that did not follow each other at once have ended later than began + seconds."""
+        """Record calls on a group. For several calls with gaps, `ended` is later than began + seconds."""
         end = began + seconds if ended is None else ended
         self.record(
             _COLLECTIVE, self.step, began, end, NO_STAGE, NO_MICROBATCH, 0.0, seconds, num_bytes,
@@ -81,7 +81,7 @@ class Recorder:
         )  # fmt: skip
 
     def take(self, at_most: int = CAPACITY) -> Batch:
-        """The oldest that are there, and not again."""
+        """Remove and return the oldest events."""
         with self._lock:
             oldest = self._written - self._capacity
             if oldest > self._taken:
@@ -94,11 +94,11 @@ class Recorder:
 
     @property
     def dropped(self) -> int:
-        """Events that nobody took in time, as far as it was noticed."""
+        """Number of events lost, as of the latest `take`."""
         return self._dropped
 
     def latest(self) -> bytes:
-        """The latest events, whether they were taken or not: as many as the ring holds."""
+        """The latest events, taken or not: as many as the ring holds."""
         with self._lock:
             return self._between(max(0, self._written - self._capacity), self._written)
 

@@ -1,4 +1,4 @@
-"""What the seconds of a step went into: the parts that are told apart, in the order in which they are shown."""
+"""The parts that a step's time is divided into, in display order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TimeParts:
 
     @staticmethod
     def of(known: Mapping[str, float]) -> TimeParts:
-        """What is not named is 0; clocks may disagree by a little, but no part is below zero."""
+        """Missing parts are 0. Negative values, which come from small differences between clocks, become 0."""
         return TimeParts(tuple(max(0.0, known.get(part, 0.0)) for part in PARTS))
 
     def __getitem__(self, part: str) -> float:
@@ -43,7 +43,7 @@ class TimeParts:
         return TimeParts(tuple(map(add, self.seconds, other.seconds)))
 
     def shares(self) -> dict[str, float]:
-        """Of the total, by name; all 0 where no time has passed."""
+        """Shares of the total by name; all 0 if the total is 0."""
         total = self.total or 1.0
         return {part: value / total for part, value in zip(PARTS, self.seconds, strict=True)}
 
@@ -55,7 +55,7 @@ NO_TIME = TimeParts()
 
 
 def mean_of(each: Sequence[TimeParts]) -> TimeParts:
-    """Of several ranks."""
+    """The mean of each part; `NO_TIME` for an empty sequence."""
     if not each:
         return NO_TIME
     columns = zip(*[parts.seconds for parts in each], strict=True)

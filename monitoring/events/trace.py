@@ -1,4 +1,4 @@
-"""A run's last steps as a Chrome trace, which Perfetto and chrome://tracing show: each rank is a process."""
+"""A run's last steps as a Chrome trace for Perfetto and chrome://tracing; each rank is a process."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 STEPS, ACTIONS, COLLECTIVES = 0, 1, 2
-"""Rows of a rank. Collectives that overlap have further rows below."""
+"""Rows of a rank. Overlapping collectives use further rows below."""
 _ROW_NAMES = {STEPS: "steps", ACTIONS: "actions"}
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time, in seconds of time.monotonic, which is one clock for all processes of a host."""
+    """A named interval in seconds of time.monotonic, which is one clock for all processes of a host."""
 
     row: int
     name: str
@@ -24,7 +24,7 @@ class Span:
     end: float
     facts: Mapping[str, Any] = field(default_factory=dict)
     sends: str = ""
-    """The message that leaves here, by a name that is its own in the whole trace."""
+    """Name of the message sent by this span, unique in the trace; empty if none."""
     receives: str = ""
 
     def to_wire(self) -> list[Any]:
@@ -40,7 +40,7 @@ class Span:
 
 
 def chrome_trace(ranks: Mapping[int, Sequence[Span]], names: Mapping[int, str]) -> dict[str, Any]:
-    """The trace as JSON's values. Time begins with the first span."""
+    """The trace as a JSON document. Time 0 is the start of the first span."""
     first = min((span.start for spans in ranks.values() for span in spans), default=0.0)
     events: list[dict[str, Any]] = []
     numbers: dict[str, int] = {}
@@ -52,13 +52,13 @@ def chrome_trace(ranks: Mapping[int, Sequence[Span]], names: Mapping[int, str]) 
 
 
 def to_bytes(trace: Mapping[str, Any]) -> bytes:
-    """Compressed; the same bytes for the same trace."""
+    """Gzipped JSON; the same bytes for the same trace."""
     return gzip.compress(json.dumps(trace, separators=(",", ":")).encode(), compresslevel=6, mtime=0)
 
 
 def _in_rows(spans: Iterable[Span]) -> Iterator[tuple[int, Span]]:
-    """Viewers draw spans of a row one inside the other, so collectives that overlap each get a row of their own."""
-    free: list[float] = []  # when each row of collectives is free again
+    """Assign rows: viewers nest spans within a row, so overlapping collectives need separate rows."""
+    free: list[float] = []  # end time of the last span in each row of collectives
     for span in sorted(spans, key=lambda each: (each.start, -each.end)):
         if span.row != COLLECTIVES:
             yield span.row, span
@@ -81,17 +81,17 @@ def _events(rank: int, row: int, span: Span, first: float, numbers: dict[str, in
     start, length = _microseconds(span.start - first), _microseconds(span.end - span.start)
     event = {"ph": "X", **where, "name": span.name, "cat": span.category, "ts": start, "dur": length}
     yield {**event, "args": dict(span.facts)} if span.facts else event
-    # An arrow from the send to the end of the receive, which waits for it.
+    # The arrow ends at the end of the receive, because a receive starts before its message arrives.
     arrow = {**where, "name": "message", "cat": "message"}
     if span.sends:
         yield {"ph": "s", **arrow, "id": _number(span.sends, numbers), "ts": start}
     if span.receives:
-        inside = max(start, round(start + length - 0.001, 3))  # or it would belong to what comes next
+        inside = max(start, round(start + length - 0.001, 3))  # at the very end it would bind to the next span
         yield {"ph": "f", "bp": "e", **arrow, "id": _number(span.receives, numbers), "ts": inside}
 
 
 def _number(message: str, numbers: dict[str, int]) -> int:
-    """Perfetto knows arrows by numbers only."""
+    """Perfetto identifies arrows by numbers only."""
     return numbers.setdefault(message, len(numbers) + 1)
 
 

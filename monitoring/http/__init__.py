@@ -1,1 +1,1 @@
-"""HTTP for a run: the endpoint, who may use it, and the live page."""
+"""HTTP for a run: the endpoint, its access control, and the live page."""

@@ -1,4 +1,4 @@
-"""Addresses that are listened on: which ones only this host reaches, and how they are written in a URL."""
+"""Listening addresses: loopback or not, and how to write them in a URL."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this host can reach it. A name other than localhost might be anybody's."""
+    """Whether only this host can reach it. False for every name except localhost: names are not resolved."""
     if host == "localhost":
         return True
     try:
@@ -17,7 +17,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_every_address(host: str) -> bool:
-    """Such as 0.0.0.0, which is listened on but never connected to."""
+    """Whether it is a wildcard such as 0.0.0.0, which one can listen on but not connect to."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -25,13 +25,13 @@ def is_every_address(host: str) -> bool:
 
 
 def host_and_port(host: str, port: int) -> str:
-    """As a URL has it, by the name under which others know this host where it listens on all addresses."""
+    """`host:port` for a URL; a wildcard address becomes this host's name."""
     name = socket.gethostname() if is_every_address(host) else host
     return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
 
 
 def without_port(authority: str) -> str:
-    """The host of a request's Host header."""
+    """The host in a request's Host header."""
     if authority.startswith("["):
         return authority[1:].partition("]")[0]
     return authority.partition(":")[0]

@@ -1,4 +1,4 @@
-"""Where a run is watched: a socket that listens already, the token that is asked for, and TLS."""
+"""A run's HTTP endpoint: a listening socket, the token that requests need, and TLS."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from urllib.parse import quote
 from monitoring.http.addresses import host_and_port, is_every_address, is_loopback
 from monitoring.http.tokens import UnusableToken, read_token
 
-_BACKLOG = 256  # more than scrape at a time, so that none is turned away while the thread waits for a core
+_BACKLOG = 256  # more than the scrapers of a run, so that none is refused while the thread waits for a core
 
 
 def new_token() -> str:
-    """Nobody guesses it."""
     return secrets.token_urlsafe(24)
 
 
 def read_bearer_token(path: str) -> str:
-    """The token in a file, as HTTP headers and URLs can carry it. Raises OSError and UnusableToken."""
+    """Read a token that HTTP headers and URLs can carry. Raises OSError and UnusableToken."""
     try:
         token = read_token(path).decode("ascii")
     except UnicodeDecodeError:
@@ -31,15 +30,15 @@ def read_bearer_token(path: str) -> str:
 
 
 def tls_context(certificate: str, key: str) -> ssl.SSLContext:
-    """Raises OSError, of which SSLError is one, where the two are not a pair that can be used."""
+    """Raises OSError (SSLError is a subclass) if certificate and key can't be read or don't match."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(certificate, key, password=lambda: "")  # or OpenSSL would ask at the terminal
+    context.load_cert_chain(certificate, key, password=lambda: "")  # otherwise OpenSSL prompts at the terminal
     return context
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Made before any rank starts, so that its address is known from the beginning, and a port that is taken too."""
+    """Opened before any rank starts: the address is known early, and a port in use is reported early."""
 
     listener: socket.socket
     host: str
@@ -49,11 +48,11 @@ class Endpoint:
 
     @staticmethod
     def open(host: str, port: int | None, token: str | None = None, tls: ssl.SSLContext | None = None) -> Endpoint:
-        """port: None for a free one. Raises OSError where it can't be had."""
-        # By number: on a host whose localhost is an IPv6 address too, the two could differ in who listens.
+        """port: None picks a free one. Raises OSError if it can't listen there."""
+        # Numeric: where localhost is also an IPv6 address, another process could listen on that one.
         numeric = "127.0.0.1" if host == "localhost" else host
         family = socket.AF_INET6 if ":" in numeric else socket.AF_INET
-        # `::` means IPv4 too: others know this host by its name, which may be of either kind.
+        # `::` accepts IPv4 too: clients use this host's name, which may resolve to either kind.
         both = family == socket.AF_INET6 and is_every_address(numeric) and socket.has_dualstack_ipv6()
         listener = socket.create_server((numeric, port or 0), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
         return Endpoint(listener, numeric, listener.getsockname()[1], token or new_token(), tls)
@@ -68,7 +67,7 @@ class Endpoint:
 
     @property
     def authority(self) -> str:
-        """Host and port, as others reach it."""
+        """Host and port for clients."""
         return host_and_port(self.host, self.port)
 
     def url(self, path: str, with_token: bool = False) -> str:

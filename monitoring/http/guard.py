@@ -1,4 +1,4 @@
-"""Who may ask a run's endpoint: from where a browser comes, and with which token."""
+"""Access control of a run's endpoint: checks the Host header and the token of every request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NOT_HERE = "403: this run answers to loopback names only, such as 127.0.0.1 or 
 _NO_TOKEN = "401: this asks for the run's token. Open the page's address in the run's endpoints.json.\n"
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",  # the first address has the token in it
+    "Referrer-Policy": "no-referrer",  # the first URL contains the token
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -26,11 +26,11 @@ _HEADERS = {
 
 
 class Guard:
-    """Stands before every route."""
+    """Middleware for every route: rejects requests without access, and adds security headers."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        # A browser sends a cookie to all ports of a host, and another run may have one of them.
+        # Browsers send a cookie to all ports of a host, and another run may use another port.
         self._cookie = f"parallel3d_{endpoint.port}"
 
     def install(self, app: web.Application) -> None:
@@ -46,9 +46,9 @@ class Guard:
         app.on_response_prepare.append(add_headers)
 
     def _refusal(self, request: web.Request) -> web.Response | None:
-        """What is answered instead; None where the request may pass."""
-        # A page elsewhere may have its own name resolve to loopback, and would then read what we answer. Where other
-        # hosts are let in, every answer takes the token, which such a page does not have.
+        """The response to send instead; None if the request may pass."""
+        # DNS rebinding: a foreign page can make its own name resolve to loopback and read our answers. Beyond loopback,
+        # everything except /healthz needs the token, which such a page does not have.
         if self._endpoint.is_loopback and not is_loopback(without_port(request.headers.get(hdrs.HOST, ""))):
             return web.Response(status=403, text=_NOT_HERE)
         if request.path in ALWAYS_OPEN or (self._endpoint.is_loopback and request.path in OPEN_ON_LOOPBACK):
@@ -63,13 +63,13 @@ class Guard:
         return web.Response(status=401, text=_NO_TOKEN, headers={hdrs.WWW_AUTHENTICATE: "Bearer"})
 
     def _fits(self, given: str) -> bool:
-        """In a time that does not tell how much of it is right."""
+        """Compares in constant time, so that timing reveals nothing about the token."""
         return hmac.compare_digest(given.encode(errors="replace"), self._endpoint.token.encode())
 
     def _remember(self, request: web.Request) -> web.Response:
-        """The token goes into a cookie, so that it stays neither in the address nor in the browser's history."""
+        """Move the token into a cookie, so that it does not stay in the URL or the browser's history."""
         others = [(name, value) for name, value in request.query.items() if name != "token"]
-        # With one slash in front: two would lead to another host.
+        # Exactly one leading slash: two would redirect to another host.
         address = request.rel_url.with_path("/" + request.path.lstrip("/")).with_query(others)
         response = web.Response(status=303, headers={hdrs.LOCATION: str(address)})
         response.set_cookie(

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own that gives way to all others, and that no process waits for when it ends."""
+"""An event loop in a low-priority daemon thread; a process can exit without waiting for it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 NICENESS = 10
-"""More than the process has: ranks that compute come first, and yet it gets a tenth of a core that they all want."""
+"""Added to the process's niceness: computing ranks come first, but the thread still gets a tenth of a busy core."""
 _NICEST = 19
 
 
 class BackgroundLoop:
-    """Runs until it is stopped."""
+    """Starts its thread when constructed, and runs until `stop`."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -26,11 +26,11 @@ class BackgroundLoop:
         self._thread.start()
 
     def _run(self) -> None:
-        with suppress(OSError, AttributeError):  # Linux has a niceness and a policy for each thread
+        with suppress(OSError, AttributeError):  # only Linux has a niceness and a policy for each thread
             thread = threading.get_native_id()
             niceness = os.getpriority(os.PRIO_PROCESS, thread) + NICENESS
             os.setpriority(os.PRIO_PROCESS, thread, min(_NICEST, niceness))
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # to wake up takes no core from a rank
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # waking up does not preempt a rank
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
@@ -40,20 +40,20 @@ class BackgroundLoop:
             self._loop.close()
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Soon, from any thread; without effect once it has been stopped."""
+        """Schedule a call, from any thread; does nothing after `stop`."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *args)
 
     def call_later(self, seconds: float, function: Callable[..., object], *args: Any) -> None:
-        """From the thread itself."""
+        """Only from the loop's own thread."""
         self._loop.call_later(seconds, function, *args)
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """From any other thread."""
+        """Run a coroutine; only from another thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def stop(self, seconds: float) -> None:
-        """End the thread; waits up to so long for it."""
+        """End the thread, and wait up to `seconds` for it."""
         self.call(self._loop.stop)
         self._thread.join(seconds)
 

@@ -1,4 +1,4 @@
-"""What a run's endpoint answers: /metrics, /sd and /healthz, and the pages that are mounted beside them."""
+"""The HTTP application of a run's endpoint: /metrics, /sd, /healthz and further routes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from monitoring.http.guard import Guard, Handler
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 RENDER_SECONDS = 1.0
-"""Between two renderings, however many ask: it takes some milliseconds, which ranks would feel on a host that they
-fill."""
+"""Shortest time between two renderings, however many clients scrape. One takes some milliseconds, which slow down the
+ranks on a fully used host."""
 _SHUTDOWN_SECONDS = 1.0
 
 Targets = Callable[[], Sequence[dict[str, Any]]]
-"""As HTTP service discovery has them."""
+"""Returns targets in the format of Prometheus' HTTP service discovery."""
 
 
 class Exposition:
-    """What a collector shows, as text that is made anew at most every so often."""
+    """A collector's metrics as text, rendered at most once every RENDER_SECONDS."""
 
     def __init__(self, collector: Collector, clock: Callable[[], float] = time.monotonic) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
@@ -45,7 +45,7 @@ def make_app(
     routes: Iterable[web.RouteDef] = (),
     targets: Targets | None = None,
 ) -> web.Application:
-    """The application, behind its guard. targets: endpoints of ranks, where they have some."""
+    """The application with its guard installed. targets: the ranks' endpoints for /sd; None: there is no /sd."""
     app, exposition = web.Application(), Exposition(collector)
     Guard(endpoint).install(app)
 
@@ -69,7 +69,7 @@ def _discovery(targets: Targets) -> Handler:
 
 
 async def serve(app: web.Application, endpoint: Endpoint) -> web.AppRunner:
-    """Begin to answer on the endpoint's socket, until the runner is cleaned up."""
+    """Serve on the endpoint's socket until the returned runner is cleaned up."""
     runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=_SHUTDOWN_SECONDS)
     await runner.setup()
     await web.SockSite(runner, endpoint.listener, ssl_context=endpoint.tls).start()

@@ -1,4 +1,4 @@
-"""A thread that answers on an endpoint, from the moment it is made until it is closed."""
+"""A thread that serves an HTTP application on an endpoint, from construction until it is closed."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ MakeApp = Callable[[], "web.Application"]
 
 
 class Service:
-    """Also without an endpoint it has its thread, for those who need only that."""
+    """Without an endpoint it serves nothing, but still runs its background loop."""
 
     def __init__(
         self, name: str, endpoint: Endpoint | None, make_app: MakeApp, before_end: Callable[[], None] | None = None
     ) -> None:
-        """make_app: called in the thread, before all else there, so that nobody waits for its imports. before_end:
-        called there too, so that those who are told of something without end hear the last of it."""
+        """make_app: called first in the thread, so that no other thread waits for its imports. before_end: called in
+        the thread before the server stops, so that open streams get their last message."""
         self.endpoint, self.background = endpoint, BackgroundLoop(name)
         self._before_end = before_end
         self._serving: Future[web.AppRunner | None] | None = None
@@ -36,7 +36,7 @@ class Service:
 
     async def _serve(self, make_app: MakeApp, endpoint: Endpoint) -> web.AppRunner | None:
         try:
-            from monitoring.http.server import serve  # aiohttp takes a third of a second
+            from monitoring.http.server import serve  # importing aiohttp takes a third of a second
 
             return await serve(make_app(), endpoint)
         except Exception:
@@ -44,11 +44,11 @@ class Service:
             return None
 
     async def close(self) -> None:
-        """Answer nobody any more, and end the thread."""
+        """Stop serving, and end the thread."""
         await asyncio.shield(asyncio.to_thread(self.close_now))
 
     def close_now(self) -> None:
-        """The same, for those without an event loop; waits some seconds at most."""
+        """Like `close`, for callers without an event loop; blocks for a few seconds at most."""
         try:
             self.background.run(self._stop_serving()).result(CLOSE_SECONDS)
         except Exception:
@@ -66,6 +66,6 @@ class Service:
 
 
 def complain() -> None:
-    """A bug of ours, or a system that lacks something; a run shall not end for it."""
+    """Print the current exception: an error in monitoring must not end the run."""
     print("parallel3d: watching the run failed; the run itself goes on.", file=sys.stderr)
     traceback.print_exc()

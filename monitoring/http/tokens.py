@@ -6,11 +6,11 @@ import os
 import stat
 
 LEAST_TOKEN_BYTES = 16
-_MOST_TOKEN_BYTES = 64 * 1024  # longer than any header that carries one; bounds what is read of a wrong file
+_MOST_TOKEN_BYTES = 64 * 1024  # longer than any HTTP header; limits how much of a wrong file is read
 
 
 class UnusableToken(ValueError):
-    """The message says why, without the file's name."""
+    """The message gives the reason, without the file's name."""
 
     def __init__(self, message: str, remedy: str = "Write a new one: (umask 077; openssl rand -hex 24 > FILE)") -> None:
         super().__init__(message)

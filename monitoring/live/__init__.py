@@ -1,1 +1,1 @@
-"""A run while it goes on: the observer of its ranks' messages, and the thread it lives in."""
+"""Live monitoring of a run: the observer of its ranks' messages, and the thread it runs in."""

@@ -1,4 +1,4 @@
-"""Work that may take a small share of a thread's time: the longer it took, the later it is due again."""
+"""Limits repeated work to a share of a core: the longer it took, the later it is due again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class CpuBudget:
-    """Counts processor time: a thread of low priority would otherwise count other threads' time as its own."""
+    """Measures CPU time: by the wall clock, a low-priority thread would also count the time it waits for a core."""
 
     def __init__(
         self,
@@ -19,7 +19,7 @@ class CpuBudget:
         clock: Callable[[], float] = time.monotonic,
         processor: Callable[[], float] = time.thread_time,
     ) -> None:
-        """share: of a core. pause, longest: seconds between two times at least, and at most."""
+        """share: of a core. pause, longest: bounds in seconds on the time until the work is due again."""
         self._share, self._pause, self._longest, self._clock, self._processor = share, pause, longest, clock, processor
         self._next = float("-inf")
 
@@ -29,10 +29,10 @@ class CpuBudget:
 
     @contextmanager
     def spent(self) -> Iterator[None]:
-        """Around the work."""
+        """Context in which to do the work; sets when it is due again."""
         started = self._processor()
         try:
             yield
-        finally:  # what fails may have taken long, too
+        finally:  # work that fails takes time too
             took = self._processor() - started
             self._next = self._clock() + max(self._pause, min(took / self._share, self._longest))

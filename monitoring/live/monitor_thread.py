@@ -1,4 +1,4 @@
-"""The thread that observes a run and serves what it sees. The run never waits for it."""
+"""The thread that observes a run and serves the results. Passing a message to it never blocks the run."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MOST_BYTES = 32 << 20
-"""Of messages that wait: a minute's of eight busy ranks."""
-_MESSAGE_BYTES = 512  # of one without its texts, about
-_PAUSE = 1.0  # seconds: messages that come meanwhile are taken together, for the price of one wake-up
-_AT_ONCE = 64  # messages, then requests are answered
+"""Limit for waiting messages: about a minute of eight busy ranks."""
+_MESSAGE_BYTES = 512  # approximate size of a message without its texts
+_PAUSE = 1.0  # seconds: messages that arrive meanwhile are taken with one wake-up
+_AT_ONCE = 64  # messages taken before HTTP requests get a turn
 
 MakeApp = Callable[["MonitorThread"], "web.Application"]
 
 
 class Observes(Protocol):
-    """Takes ranks' messages, in the monitor thread."""
+    """Receives the ranks' messages, in the monitor thread."""
 
     def take(self, rank: int, message: Message | None) -> object: ...
 
 
 class Inbox:
-    """Messages until the thread takes them. Bounded: the oldest are dropped, and the events in them are added to the
-    `dropped` of the same rank's next events. Safe between threads."""
+    """Thread-safe queue of messages for the monitor thread. When it is full, the oldest are dropped; events lost that
+    way are added to `dropped` in the same rank's later `Events`."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes, self._num_bytes = most_bytes, 0
@@ -46,7 +46,7 @@ class Inbox:
         self.lost_messages = 0
 
     def put(self, rank: int, message: Message | None) -> bool:
-        """Whether it is the first that waits."""
+        """Add a message; returns whether the inbox was empty."""
         size = _size(message)
         with self._lock:
             is_first = not self._waiting
@@ -64,7 +64,7 @@ class Inbox:
             self._lost_events[rank] += message.num_events
 
     def get(self, at_most: int) -> list[tuple[int, Message | None]]:
-        """The oldest that wait."""
+        """Remove and return the oldest messages."""
         with self._lock:
             taken = [self._waiting.popleft() for _ in range(min(at_most, len(self._waiting)))]
             self._num_bytes -= sum(size for _, _, size in taken)
@@ -78,7 +78,7 @@ class Inbox:
 
 
 def _size(message: Message | None) -> int:
-    """About. What makes a message large is text: events, or a log line."""
+    """Approximate bytes. Only events and log lines can be large."""
     if isinstance(message, Events):
         return _MESSAGE_BYTES + len(message.data)
     if isinstance(message, LogLine):
@@ -87,26 +87,26 @@ def _size(message: Message | None) -> int:
 
 
 class Scrapes:
-    """Whether anybody asks for the run's metrics, and when the next time is. Used in the monitor thread alone."""
+    """Whether the run's metrics have been scraped, and a future for the next scrape. For the monitor thread only."""
 
     def __init__(self) -> None:
         self._were_any = False
         self._next: Future[None] | None = None
 
     def note(self) -> None:
-        """All metrics have been collected just now."""
+        """Call this after each scrape."""
         self._were_any = True
         if self._next is not None and not self._next.done():
             self._next.set_result(None)
 
     def next(self) -> Future[None] | None:
-        """Done with the next scrape; None if there was none so far."""
+        """A future that is done at the next scrape; None if there has been none so far."""
         self._next = Future() if self._were_any else None
         return self._next
 
 
 class MonitorThread:
-    """Made and closed by the process that runs the ranks; `take` and `set_status` may be called from any thread."""
+    """Created and closed by the process that runs the ranks; `take` and `set_status` may be called from any thread."""
 
     def __init__(
         self,
@@ -116,28 +116,28 @@ class MonitorThread:
         make_app: MakeApp | None = None,
         inbox: Inbox | None = None,
     ) -> None:
-        """make_app: what the endpoint answers; called in the thread, before the observer gets its first message."""
+        """make_app: builds the endpoint's application; called in the thread, before the observer's first message."""
         self._observer = observer
         self.status, self.error = "running", ""
         self.inbox = inbox or Inbox()
         self.scrapes = Scrapes()
         self.failures = 0
-        """Exceptions of the observer and the callbacks: bugs of ours, which must not end a run."""
+        """Number of exceptions in the observer and the callbacks. They are our bugs, and must not end a run."""
         self.on_status: list[Callable[[str, str], None]] = []
-        """Called in the thread."""
+        """Called in the thread with status and error."""
         self.on_close: list[Callable[[], None]] = []
-        """The same, before the server ends, so that open streams get the last state."""
+        """Called in the thread before the server stops, so that open streams get the last state."""
         served = endpoint if make_app is not None else None
         self._service = Service("parallel3d-monitor", served, lambda: _app(make_app, self), self._end)
         self._background = self._service.background
 
     def take(self, rank: int, message: Message | None) -> None:
-        """A rank's message, or None for one that only shows that it lives; never waits, and never raises."""
+        """Queue a rank's message; None only shows that the rank is alive. Never blocks, never raises."""
         if self.inbox.put(rank, message):
             self._background.call(self._background.call_later, _PAUSE, self._drain)
 
     def set_status(self, status: str, error: str = "") -> None:
-        """A `Status`, and what went wrong."""
+        """Set a `Status`, and the error's text if there is one."""
         self._background.call(self._set_status, status, error)
 
     def _set_status(self, status: str, error: str) -> None:
@@ -146,14 +146,14 @@ class MonitorThread:
             self._attempt(callback, status, error)
 
     async def settle(self, then: Callable[[], T]) -> T:
-        """Call something in the thread, once the observer has all messages that were taken before."""
+        """Call `then` in the thread, after the observer has processed all messages queued before."""
         return await asyncio.wrap_future(self._background.run(self._settled(then)))
 
     async def _settled(self, then: Callable[[], T]) -> T:
         there_is_more = True
         while there_is_more:
             there_is_more = self._hand_over()
-            await asyncio.sleep(0)  # requests are answered meanwhile
+            await asyncio.sleep(0)  # lets HTTP requests run
         return then()
 
     async def close(self) -> None:
@@ -161,7 +161,7 @@ class MonitorThread:
         await self._service.close()
 
     def close_now(self) -> None:
-        """The same without an event loop; waits some seconds at most."""
+        """Like `close`, for callers without an event loop; blocks for a few seconds at most."""
         self._service.close_now()
 
     # In the thread.
@@ -175,7 +175,7 @@ class MonitorThread:
             self._background.call(self._drain)
 
     def _hand_over(self) -> bool:
-        """Whether there were as many as are taken at a time, so that there may be more."""
+        """Pass one batch of messages to the observer; returns whether there may be more."""
         taken = self.inbox.get(_AT_ONCE)
         for rank, message in taken:
             self._attempt(self._observer.take, rank, message)
@@ -186,7 +186,7 @@ class MonitorThread:
             function(*args)
         except Exception:
             self.failures += 1
-            if self.failures == 1:  # one is enough to find the bug by, and more would bury the run's own output
+            if self.failures == 1:  # more than one would bury the run's own output
                 complain()
 
 

@@ -1,6 +1,6 @@
-"""A run while it goes on: takes what its ranks report, and says what changes.
+"""Observes a live run: processes its ranks' messages, and notifies subscribers of changes.
 
-One thread owns it, feeds it with `take` and reads its `state` and its `analysis`.
+Not thread-safe: one thread calls `take` and reads `state` and `analysis`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from monitoring.messages import (
 )
 
 OnChange = Callable[[str, Any], None]
-"""Called with "step": a `RunStep.to_json_with` its parts, mostly null; "parts": {step, seconds, parts, stragglers},
-some moments later; "bottlenecks" and "stragglers": a list of those that changed, each with its `state`, `found` or
-`gone`; "log": the record."""
+"""Called with a kind and its payload. "step": `RunStep.to_json_with` the parts, which are mostly still null; "parts":
+{step, seconds, parts, stragglers}, usually after the step; "bottlenecks" and "stragglers": those that changed,
+each with a `state`, `found` or `gone`; "log": the record."""
 
 
 class ChangeFeed:
-    """Passes changes on once the message that caused them is taken in as a whole."""
+    """Holds changes back until `flush`, so that subscribers see the state after the whole message."""
 
     def __init__(self) -> None:
         self._callbacks: list[OnChange] = []
@@ -54,7 +54,7 @@ class ChangeFeed:
         self._pending.append((kind, payload))
 
     def put_difference(self, kind: str, before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None:
-        """What was found, and what is gone; nothing where both are the same."""
+        """Put the entries that were added or removed; nothing if the keys are the same."""
         found = [{"state": "found", **after[key].to_json()} for key in after if key not in before]
         gone = [{"state": "gone", **before[key].to_json()} for key in before if key not in after]
         if found or gone:
@@ -68,7 +68,7 @@ class ChangeFeed:
 
 
 class Observer:
-    """Of one run. `planner` is handed to the rules."""
+    """The observer of one run. `planner` is passed to the rules."""
 
     def __init__(
         self,
@@ -100,25 +100,25 @@ class Observer:
         }
 
     def take(self, rank: int, message: Message | None) -> None:
-        """A rank's message; None, one of a kind that is for others, shows that the rank lives."""
+        """Process a rank's message. None (a message of another kind) only shows that the rank is alive."""
         self.state.last_seen[rank] = self._now()
         if message is not None:
             self._takers[type(message)](rank, message)
             self.changes.flush()
 
     def finish(self) -> None:
-        """No message comes any more: rules are evaluated once again."""
+        """Call after the last message: evaluates the rules once more."""
         self.analysis.flush()
         self._find_bottlenecks()
         self.changes.flush()
 
     def note(self, record: Mapping[str, Any]) -> None:
-        """A log line of the run's own, not of a rank."""
+        """Add a log record of the run itself, not of a rank."""
         self._log(dict(record))
         self.changes.flush()
 
     def summary(self) -> dict[str, Any]:
-        """For `metrics.json`: `parts` are shares of the ranks' mean step; seconds are those of the counted steps."""
+        """For `metrics.json`. `parts` are shares of the ranks' mean time; times exclude the warm-up steps."""
         state, analysis = self.state, self.analysis
         return {
             "parts": mean_of([each.counted.parts for each in analysis.totals.values()]).shares(),
@@ -166,7 +166,7 @@ class Observer:
             events = message.unpack(state.offsets.get(rank, 0.0))
             state.traffic.take_events(rank, events)
             self._analyse(rank, events)
-        except (KeyError, ValueError, OverflowError):  # records that no coordinator writes, one by one or together
+        except (KeyError, ValueError, OverflowError):  # records, or a combination of them, that no coordinator writes
             state.malformed += 1
 
     def _analyse(self, rank: int, events: Sequence[Event]) -> None:
@@ -176,7 +176,7 @@ class Observer:
             before = self.analysis.stragglers
 
     def _note_step(self, times: StepTimes, before: Sequence[Straggler]) -> None:
-        """A step's time is attributed."""
+        """Publish the changes that follow from a step's attributed time."""
         slow = self.analysis.stragglers
         ranks = [each.rank for each in slow]
         fields = {"step": times.step, "seconds": times.seconds, "parts": times.parts.to_json(), "stragglers": ranks}
@@ -215,7 +215,7 @@ class Observer:
         self.changes.put("log", record)
 
     def _take_nonfinite(self, _: int, message: NonFinite) -> None:
-        """Counts once a step, however many ranks report it."""
+        """Counts a step once, however many ranks report it."""
         self.state.nonfinite += message.step != self.state.last_nonfinite
         self.state.last_nonfinite = message.step
 
@@ -231,5 +231,5 @@ def _by_rank(stragglers: Sequence[Straggler]) -> dict[int, Straggler]:
 
 
 def _by_identity(bottlenecks: Sequence[Bottleneck]) -> dict[tuple[Any, ...], Bottleneck]:
-    """By what stays the same: its numbers change each time."""
+    """Keyed by the fields that stay the same; the numbers change with each evaluation."""
     return {(each.kind, each.rank, each.host, each.axis): each for each in bottlenecks}

@@ -1,4 +1,4 @@
-"""What a run's ranks have reported so far. One thread owns it."""
+"""What a run's ranks have reported so far. Not thread-safe."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from monitoring.events.time_parts import TimeParts
 from monitoring.messages import RankEndpoint, Ready, RunStep
 
 MOST_STEPS, MOST_LOGS = 10_000, 1000
-_MOST_AHEAD = 256  # steps whose parts are known before rank 0 has reported them
+_MOST_AHEAD = 256  # extra entries for steps that are analysed before rank 0 reports them
 _QUEUE_REPORTS = 20
 
 
 class StepCount(NamedTuple):
-    """Of some steps."""
+    """Totals over a set of steps."""
 
     num_steps: int
     tokens: int
@@ -32,37 +32,37 @@ class StepCount(NamedTuple):
 class RunState:
     facts: RunFacts
     ranks: dict[int, RankFacts] = field(default_factory=dict)
-    """Of ranks that have joined their mesh."""
+    """Ranks that have joined their mesh."""
     ready: dict[int, Ready] = field(default_factory=dict)
     endpoints: dict[int, RankEndpoint] = field(default_factory=dict)
     steps: deque[RunStep] = field(default_factory=lambda: deque(maxlen=MOST_STEPS))
     parts: dict[int, TimeParts] = field(default_factory=dict)
-    """By step, the mean of the ranks; of some steps it comes before rank 0's report, of most after it."""
+    """By step, the ranks' mean. Usually known after rank 0 reports the step, sometimes before."""
     num_steps: int = 0
-    """All that rank 0 has reported, also those that `steps` no longer has."""
+    """All steps that rank 0 has reported, including those no longer in `steps`."""
     num_tokens: int = 0
     step_seconds: float = 0.0
     warm_up: list[RunStep] = field(default_factory=list)
-    """The first steps, which say nothing of speed."""
+    """The first steps, which are left out of speed figures."""
     memory: dict[int, dict[str, int]] = field(default_factory=dict)
-    """Bytes by kind, the latest report; `process` is all of a rank's memory, the other kinds are parts of it."""
+    """Latest report of each rank: bytes by kind. `process` is the total, the other kinds are parts of it."""
     peak_memory: dict[int, int] = field(default_factory=dict)
-    """The most that was reported of `process`."""
+    """Largest reported `process` of each rank."""
     queue: dict[int, deque[float]] = field(default_factory=dict)
-    """Batches that were ready when a rank asked for one: its latest reports, the newest last."""
+    """Latest reports of each rank, newest last: batches that were ready when it asked for one."""
     queue_capacity: int | None = None
     lag: dict[int, LagHistogram] = field(default_factory=dict)
     recent_lag: RecentLag = field(default_factory=RecentLag)
     offsets: dict[int, float] = field(default_factory=dict)
-    """Seconds to add to a rank's moments."""
+    """By rank, seconds to add to its times to get rank 0's clock."""
     dropped: dict[int, int] = field(default_factory=dict)
-    """Events that were lost."""
+    """Number of lost events by rank."""
     malformed: int = 0
     nonfinite: int = 0
     """Steps whose gradients were not finite."""
     last_nonfinite: int | None = None
     last_seen: dict[int, float] = field(default_factory=dict)
-    """Seconds of time.time."""
+    """Time of each rank's latest message, in seconds of time.time."""
     logs: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_LOGS))
     traffic: Traffic = field(init=False)
 
@@ -79,7 +79,7 @@ class RunState:
         self.step_seconds += step.seconds
 
     def counted(self) -> StepCount:
-        """All steps without the warm-up; one always counts."""
+        """Totals without the warm-up steps; the latest step always counts."""
         left_out = self.warm_up[: max(0, self.num_steps - 1)]
         return StepCount(
             self.num_steps - len(left_out),
@@ -93,7 +93,7 @@ class RunState:
             del self.parts[next(iter(self.parts))]
 
     def steps_json(self, steps: Iterable[RunStep]) -> list[dict[str, Any]]:
-        """As the page has them."""
+        """The form that the page reads."""
         return [step.to_json_with(self.parts.get(step.step)) for step in steps]
 
     def add_queue(self, rank: int, mean: float, capacity: int) -> None:

@@ -1,4 +1,4 @@
-"""Where the time of a run's steps goes, which ranks are slow and what would help, as steps become complete."""
+"""Analyses steps as they become complete: time attribution, stragglers and bottlenecks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from monitoring.live.run_state import RunState
 
 RULES_SECONDS = 1.0
 RULES_SHARE = 0.00025
-"""Of a core that rules may take: they simulate pipelines, and ranks want the cores."""
+"""Share of a core that rules may use. They simulate pipelines, and the ranks need the cores."""
 
 Find = Callable[[Window, RunFacts, Mapping[int, RankFacts], Planner | None], list[Bottleneck]]
 
 
 class StepAnalysis:
-    """Of one run; `state` has what is known besides the events. Rules are evaluated at most once a second."""
+    """The analysis of one run; `state` holds everything except the events. `is_due` is true at most once a second."""
 
     def __init__(
         self, state: RunState, planner: Planner | None, find: Find = find_bottlenecks, *, clock: Callable[[], float]
@@ -42,11 +42,11 @@ class StepAnalysis:
         self._rules = CpuBudget(RULES_SHARE, RULES_SECONDS, clock=clock)
 
     def lose(self, rank: int) -> None:
-        """Some of a rank's events are lost."""
+        """Some events of this rank are lost."""
         self._timeline.lose(rank)
 
     def take(self, rank: int, events: Sequence[Event]) -> Iterator[StepTimes]:
-        """The steps that are complete with these events, each once all that follows from it is known."""
+        """Yields each step that these events complete, after the totals, scores and window are updated with it."""
         for step in self._timeline.take(rank, events):
             if step.keys() <= self._state.ranks.keys():
                 yield self._analyse(step)
@@ -66,7 +66,7 @@ class StepAnalysis:
 
     @property
     def is_due(self) -> bool:
-        """Whether `find_bottlenecks` may take time again."""
+        """Whether the rules' time budget allows `find_bottlenecks` again."""
         return self._rules.is_due
 
     def find_bottlenecks(self) -> None:
@@ -74,14 +74,14 @@ class StepAnalysis:
             self.bottlenecks = self._find(self.window(), self._state.facts, self._state.ranks, self._planner)
 
     def flush(self) -> None:
-        """No events come any more."""
+        """Call after the last events: steps still open count as incomplete."""
         self._timeline.flush()
 
-    # What follows from it.
+    # Results.
 
     @property
     def incomplete(self) -> int:
-        """Steps whose time is not attributed, because events were lost or a rank is not known."""
+        """Number of steps whose time is not attributed, because events were lost or a rank is unknown."""
         return self._timeline.incomplete + self._num_unknown
 
     @property
@@ -94,27 +94,27 @@ class StepAnalysis:
 
     @property
     def last_pipeline(self) -> dict[int, list[Event]] | None:
-        """The actions of the latest complete step by rank, all in one clock; None before."""
+        """Actions of the latest complete step by rank, on one clock; None before the first."""
         if self._latest_events is None:
             return None
         return {rank: [each for each in found if each.what in ACTIONS] for rank, found in self._latest_events.items()}
 
     @property
     def bubble(self) -> float | None:
-        """Of the latest step, the ranks' mean; None before one is known."""
+        """The ranks' mean bubble ratio in the latest step; None before the first."""
         latest = self.latest
         return None if latest is None else sum(each.bubble_ratio for each in latest.ranks) / len(latest.ranks)
 
     @property
     def bubble_by_stage(self) -> dict[int, float]:
-        """By a rank's place along pp: the mean of the window. Empty before it has a step."""
+        """Mean bubble ratio over the window, by coordinate along pp. Empty while the window is."""
         found: dict[int, list[float]] = {}
         for rank, means in self.window().ranks.items():
             found.setdefault(self._state.ranks[rank].place.pp, []).append(means.bubble_ratio)
         return {stage: sum(ratios) / len(ratios) for stage, ratios in sorted(found.items())}
 
     def window(self) -> Window:
-        """The latest 20 steps."""
+        """Means over the latest 20 steps, without the warm-up."""
         if self._window is None:
             state = self._state
             self._window = self._latest_steps.window(

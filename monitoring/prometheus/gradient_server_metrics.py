@@ -1,4 +1,4 @@
-"""A gradient server's metrics for Prometheus: what it has counted, as families of numbers."""
+"""A gradient server's metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ GRADIENT_SERVER_FAMILIES = {
         "histogram", "From the first byte of a step's gradients to its last average."
     ),
 }
-"""By their names without the prefix."""
+"""Families by name without the prefix."""
 
 REDUCTION_BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, float("inf"))
-"""Seconds: from small gradients on one host to large ones over a slow network."""
+"""Seconds. The range covers small gradients on one host up to large ones over a slow network."""
 
 _numbers, _number, _histograms = (partial(each, GRADIENT_SERVER_FAMILIES) for each in (numbers, number, histograms))
 
 
 @dataclass(slots=True)
 class GradientServerTotals:
-    """Counted since the start."""
+    """Counts since the server started."""
 
     steps: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     bytes_in: int = 0
-    """Of connections that are closed."""
+    """Of closed connections only, like `bytes_out`."""
     bytes_out: int = 0
     reduction_counts: list[int] = field(default_factory=lambda: [0] * len(REDUCTION_BOUNDS))
     reduction_seconds: float = 0.0
@@ -56,7 +56,7 @@ class GradientServerTotals:
 
 @dataclass(frozen=True, slots=True)
 class GradientServerFigures:
-    """What there is at this moment."""
+    """The server's figures at one moment."""
 
     totals: GradientServerTotals
     connections: Mapping[str, int]
@@ -67,7 +67,7 @@ class GradientServerFigures:
 
 
 class GradientServerMetrics(Collector):
-    """Asks the server whenever it is asked."""
+    """Reads the server's figures at each scrape."""
 
     def __init__(self, read: Callable[[], GradientServerFigures]) -> None:
         self._read = read

@@ -1,4 +1,4 @@
-"""The names of all metrics, what they mean and which labels they have; and how numbers become families of them."""
+"""A run's metric families (name, help, labels), and functions that build Prometheus families from values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PREFIX = "parallel3d_"
 Labels = Sequence[str | int]
 Sample = tuple[Labels, float]
 Buckets = tuple[Labels, Sequence[float], Sequence[int], float]
-"""Labels, upper bounds (the last is infinite), counts in each bucket alone, and the sum of what was observed."""
+"""Labels, upper bounds (the last is infinite), counts per bucket (not cumulative), and the sum of all observations."""
 
 
 class Family(NamedTuple):
@@ -22,12 +22,12 @@ class Family(NamedTuple):
 
 
 RUN_FAMILIES = {
-    # Who.
+    # Identity.
     "build_info": Family("info", "What the run was started with.", ("version", "python", "torch")),
     "run_info": Family("info", "The run.", ("run_id", "model", "schedule", "mesh", "precision")),
     "rank_info": Family("info", "A rank's place in the mesh.", ("rank", "dp", "tp", "pp", "host", "device")),
     "start_time_seconds": Family("gauge", "When the run was started, since the epoch."),
-    # How far.
+    # Progress.
     "steps_total": Family("counter", "Steps that were made, or that failed.", ("outcome",)),
     "tokens_total": Family("counter", "Tokens of all steps."),
     "step_duration_seconds": Family("histogram", "From the end of one step to the end of the next."),
@@ -38,7 +38,7 @@ RUN_FAMILIES = {
         "gauge", "Share of what the devices could compute at most; absent where that is not known."
     ),
     "last_step_timestamp_seconds": Family("gauge", "When the latest step was told, since the epoch."),
-    # Where the time goes.
+    # Time.
     "phase_seconds_total": Family("counter", "What a rank's time went into; all phases add up.", ("rank", "phase")),
     "unattributed_seconds_total": Family(
         "counter", "What the phases of a rank's steps miss, or have too much.", ("rank",)
@@ -54,7 +54,7 @@ RUN_FAMILIES = {
     "bottleneck_state": Family(
         "gauge", "1 where this is a bottleneck now; else 0, with the severity that it had last.", ("kind", "severity")
     ),
-    # Between ranks.
+    # Communication.
     "collective_bytes_total": Family(
         "counter",
         "Bytes of calls between ranks, all ranks together; messages between stages are a send on pp.",
@@ -68,7 +68,7 @@ RUN_FAMILIES = {
     "event_loop_lag_worst_seconds": Family(
         "gauge", "The latest timer of a rank's event loop since it started.", ("rank",)
     ),
-    # What they need and how they are.
+    # Resources and health.
     "memory_bytes": Family(
         "gauge",
         "A rank's memory; the kind process is what the system counts, all others are within it.",
@@ -82,13 +82,13 @@ RUN_FAMILIES = {
     "rank_last_report_timestamp_seconds": Family("gauge", "When a rank was heard last, since the epoch.", ("rank",)),
     "nonfinite_gradients_total": Family("counter", "Steps whose gradients were not finite."),
 }
-"""Of a whole run, by their names without the prefix. Only counters and gauges have a rank."""
+"""Families of a whole run, by name without the prefix. No histogram has a `rank` label."""
 
 
 def numbers(families: dict[str, Family], name: str, samples: Iterable[Sample]) -> Metric:
     """A family of counters, gauges or infos."""
     family = families[name]
-    # prometheus_client adds the ending of a counter by itself.
+    # prometheus_client appends `_total` to counters itself.
     make = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
     metric = make(PREFIX + name.removesuffix("_total"), family.help, labels=family.labels)
     for labels, value in samples:
@@ -97,7 +97,7 @@ def numbers(families: dict[str, Family], name: str, samples: Iterable[Sample]) -
 
 
 def number(families: dict[str, Family], name: str, value: float | None) -> Metric:
-    """A family with one member; none where the value is not known."""
+    """A family with one sample; without any if the value is None."""
     return numbers(families, name, [] if value is None else [((), value)])
 
 

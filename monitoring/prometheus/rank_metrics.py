@@ -1,4 +1,4 @@
-"""One rank's own metrics, for those who scrape each rank: what it knows by itself."""
+"""Metrics that each rank serves itself, from what it knows without other ranks."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ RANK_FAMILIES = {
     "rank_memory_bytes": Family("gauge", "This rank's tensors that stay from step to step.", ("kind",)),
     "rank_events_dropped_total": Family("counter", "Events that came too fast to be kept."),
 }
-"""By names of their own, so that no sum over the run's metrics counts anything twice. Which rank it is, the labels of
-service discovery say."""
+"""Their names differ from the run's metrics, so that no sum counts anything twice. The rank is not a label here:
+service discovery adds it."""
 
 _numbers, _number, _histograms = (partial(each, RANK_FAMILIES) for each in (numbers, number, histograms))
 
 
 @dataclass(frozen=True, slots=True)
 class RankFigures:
-    """What a rank knows of itself at a moment, since its start."""
+    """A rank's figures at one moment; counts are since its start."""
 
     num_steps: int = 0
     parts: TimeParts = NO_TIME
@@ -49,7 +49,7 @@ class RankFigures:
 
 
 class RankMetrics(Collector):
-    """Asks for the figures with each scrape."""
+    """Reads the rank's figures at each scrape."""
 
     def __init__(self, figures: Callable[[], RankFigures]) -> None:
         self._figures = figures

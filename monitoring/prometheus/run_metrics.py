@@ -1,4 +1,4 @@
-"""A run's metrics for Prometheus: what its observer knows, as families of numbers."""
+"""A run's metrics for Prometheus, read from its observer."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from monitoring.prometheus.metric_families import RUN_FAMILIES, histograms, numb
 STEP_BOUNDS = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, float("inf"),
 )  # fmt: skip
-"""Seconds of a step: from a model of a test to one that fills a cluster."""
+"""Seconds per step. The range covers test models up to models that fill a cluster."""
 
-_LATEST = 20  # steps that a device's utilization is of
+_LATEST = 20  # steps over which the utilization is computed
 
 _numbers, _number, _histograms = (partial(each, RUN_FAMILIES) for each in (numbers, number, histograms))
 
 
 class RunMetrics(Collector):
-    """Made before the first message is taken, and read in the observer's own thread."""
+    """Create it before the observer takes its first message; collect only in the observer's thread."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class RunMetrics(Collector):
         has_failed: Callable[[], bool] = bool,
         on_collect: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_collect: called each time that all metrics were collected."""
+        """on_collect: called after each complete collection."""
         self._state, self._analysis = observer.state, observer.analysis
         self._has_failed, self._on_collect = has_failed, on_collect
         self._durations = [0] * len(STEP_BOUNDS)
         self._last_step: float | None = None
         self._severities: dict[str, str] = {}
-        """Of each kind of bottleneck that was seen: the latest."""
+        """The latest severity of each kind of bottleneck seen so far."""
         observer.changes.subscribe(self._note)
 
     def _note(self, kind: str, payload: Any) -> None:
@@ -72,7 +72,7 @@ class RunMetrics(Collector):
         yield _numbers("build_info", [((facts.version, platform.python_version(), _torch_version()), 1)])
         mesh = f"{facts.dp}x{facts.tp}x{facts.pp}"
         who = [((facts.run_id, facts.model, facts.schedule, mesh, facts.precision), 1)]
-        yield _numbers("run_info", who if facts.run_id else [])  # scripts have none
+        yield _numbers("run_info", who if facts.run_id else [])  # a script's run has no id
         yield _numbers(
             "rank_info",
             [((rank, *each.place, each.host, each.device), 1) for rank, each in sorted(state.ranks.items())],
@@ -93,7 +93,7 @@ class RunMetrics(Collector):
         yield _number("last_step_timestamp_seconds", self._last_step)
 
     def _utilization(self) -> float | None:
-        """Over the latest steps; None where a device's peak, or the model's cost, is not known."""
+        """Of the latest steps; None if a device's peak or the model's cost is unknown."""
         state, facts = self._state, self._state.facts
         latest = list(islice(reversed(state.steps), _LATEST))
         seconds, tokens = sum(step.seconds for step in latest), sum(step.tokens for step in latest)
@@ -117,7 +117,7 @@ class RunMetrics(Collector):
         yield _numbers("straggler_score_ratio", [((rank,), score) for rank, score in scores])
 
     def _bottlenecks(self) -> Iterator[Metric]:
-        """All that there are at any time, so that an alert can tell 0 from nothing. Of several of a kind the worst."""
+        """A sample for every kind, so that alerts can tell 0 from no data; the worst severity if there are several."""
         worst: dict[str, Severity] = {}
         for each in self._analysis.bottlenecks:
             worst[each.kind] = max(each.severity, worst.get(each.kind, each.severity), key=list(Severity).index)
@@ -165,7 +165,7 @@ def _lag(ranks: Mapping[int, LagHistogram]) -> Iterator[Metric]:
 
 
 def scrape_targets(state: RunState) -> list[dict[str, Any]]:
-    """The ranks' own endpoints, as Prometheus' HTTP service discovery lists them: one group for each rank."""
+    """The ranks' endpoints in the format of Prometheus' HTTP service discovery: one group per rank."""
     return [
         {"targets": [each.target], "labels": {"__scheme__": each.scheme, **_target_labels(state, rank)}}
         for rank, each in sorted(state.endpoints.items())
@@ -183,7 +183,7 @@ def _target_labels(state: RunState, rank: int) -> dict[str, str]:
 
 @cache
 def _torch_version() -> str:
-    """Without importing it, which takes seconds; asked once, for a package's facts are read from a file."""
+    """From the package's metadata: importing torch takes seconds. Cached, because it reads a file."""
     try:
         return version("torch")
     except PackageNotFoundError:

@@ -1,6 +1,6 @@
 """Bottlenecks: what costs the time of a window of steps, each with evidence, remedy and predicted gain.
 
-Causes come before their symptoms, and hide them: who repairs the cause need not hear of what comes of it.
+Rules for causes run before those for their symptoms, and a cause that is found hides its symptoms.
 """
 
 from __future__ import annotations
@@ -64,6 +64,6 @@ def find_bottlenecks(
     view = View(window, facts, ranks, None if planner is None or facts.pp < 2 else planner.plan(window))
     for kinds, rule in _RULES:
         wanted = [kind for kind in kinds if not view.is_found(HIDDEN_BY.get(kind, ()))]
-        if wanted:  # predictions take their time: none for what is not told anyway
+        if wanted:  # predictions are slow, so hidden kinds are skipped
             view.found.extend([each for each in rule(view) if each.kind in wanted])
     return sorted(view.found, key=lambda each: (-rank_of(each.severity), -(each.gain or 0.0)))

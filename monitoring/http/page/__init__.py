@@ -1,4 +1,4 @@
-"""A page in the browser that shows a run, while it goes on and afterwards: its routes, and what they ask for."""
+"""The web page that shows a live or finished run: its routes, and the feed and source they need."""
 
 from monitoring.http.page.feed import Feed
 from monitoring.http.page.routes import Source, page_routes

@@ -1,7 +1,7 @@
-"""What a page is told after it was loaded: steps and log lines in order, and the latest state once a second.
+"""Server-sent events for a loaded page: steps and log lines in order, and the latest state once a second.
 
-Each message has a number, so a browser that lost the connection goes on where it was. All in one event loop; a reader
-that is too slow costs nobody anything: it is told to load the page's data anew.
+Messages are numbered, so a browser that lost the connection continues where it stopped. A reader that is too slow does
+not hold up others: it gets a `reset` and reloads the page's data. Use a feed from one event loop only.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from typing import Any, NamedTuple
 from monitoring.http.page.plain_json import to_text
 
 CAPACITY = 4096
-"""Messages that a browser may have missed."""
+"""Messages kept for browsers that reconnect."""
 MOST_LETTERS = 8 << 20
-"""Of all of them: lines of a log may be long."""
-_RETRY = "retry: 1000\n\n"  # milliseconds until a browser tries again
-_HEARTBEAT = ": still here\n\n"  # how a connection that is gone is noticed
+"""Characters kept in all messages together, because log lines can be long."""
+_RETRY = "retry: 1000\n\n"  # milliseconds until a browser reconnects
+_HEARTBEAT = ": still here\n\n"  # a write to a dead connection fails, which ends its reader
 
 
 class Pace(NamedTuple):
-    """In seconds."""
+    """Intervals, in seconds."""
 
     messages: float = 1.0
-    """At least so long between two writes to a browser."""
+    """Shortest time between two writes to a browser."""
     state: float = 1.0
     heartbeat: float = 10.0
 
 
 class Feed:
-    """Of one run. `state` gives what has no history: it is asked for only while somebody reads."""
+    """The feed of one run. `state` returns the current state, and is called only while there are readers."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Feed:
         pace: Pace | None = None,
     ) -> None:
         self._state, self._pace = state, pace or Pace()
-        self._name = secrets.token_hex(4)  # numbers of another process's feed mean nothing here
+        self._name = secrets.token_hex(4)  # tells our message numbers from those of another process's feed
         self._messages: deque[tuple[str, str]] = deque()
         self._capacity, self._most_letters = capacity, most_letters
         self._count = self._num_letters = 0
@@ -53,10 +53,10 @@ class Feed:
         self._readers: set[asyncio.Event] = set()
         self._closed = False
 
-    # Who knows.
+    # Writing.
 
     def put(self, kind: str, payload: Mapping[str, Any]) -> None:
-        """One more step, or line of the log."""
+        """Add a message that every reader gets, such as a step or a log line."""
         text = to_text(payload)
         self._messages.append((kind, text))
         self._count += 1
@@ -66,12 +66,12 @@ class Feed:
         self._wake()
 
     def changed(self) -> None:
-        """The state is another one."""
+        """The state has changed; readers get the new one at their next turn."""
         self._version += 1
         self._wake()
 
     def close(self) -> None:
-        """Nothing will come any more: readers get the last state, and end."""
+        """Readers get the remaining messages and the last state, then end."""
         self._closed = True
         self.changed()
 
@@ -79,7 +79,7 @@ class Feed:
         for reader in self._readers:
             reader.set()
 
-    # Who reads.
+    # Reading.
 
     @property
     def is_closed(self) -> bool:
@@ -91,11 +91,11 @@ class Feed:
 
     @property
     def last_id(self) -> str:
-        """Of the latest message; what was loaded now goes on after it."""
+        """Id of the latest message. A page that loads its data now continues after it."""
         return f"{self._name}-{self._count}"
 
     def _place(self, last_id: str) -> int | None:
-        """How many messages a reader has seen; None where it can't go on from there."""
+        """How many messages a reader has seen; None if it can't continue from there."""
         name, _, digits = last_id.partition("-")
         if name != self._name or not (digits.isascii() and digits.isdecimal() and len(digits) < 16):
             return None
@@ -103,7 +103,7 @@ class Feed:
         return seen if self._count - len(self._messages) <= seen <= self._count else None
 
     async def blocks(self, last_id: str) -> AsyncGenerator[str]:
-        """Server-sent events for a reader that has seen all up to `last_id`, until the feed is closed."""
+        """Server-sent events for a reader that has seen everything up to `last_id`, until the feed is closed."""
         news = asyncio.Event()
         self._readers.add(news)
         try:
@@ -134,7 +134,7 @@ class Feed:
                 yield _HEARTBEAT
 
     def _since(self, seen: int | None) -> str:
-        """What a reader has not seen; where that is not known any more, that it shall load all anew."""
+        """The messages that a reader has not seen, or a `reset` if they are no longer kept."""
         missed = None if seen is None else self._count - seen
         if missed is None or missed > len(self._messages):
             return f"event: reset\nid: {self.last_id}\ndata: {{}}\n\n"
@@ -145,7 +145,7 @@ class Feed:
         )
 
     def _current(self, is_last: bool) -> tuple[int, str]:
-        """The state and its version: made once for all readers, and no more often than one of them is shown it."""
+        """(version, state as JSON): rendered once for all readers, and at most twice per `Pace.state`."""
         now = asyncio.get_running_loop().time()
         old = self._made
         if old is None or (old.version != self._version and (is_last or now >= old.until)):
@@ -157,7 +157,7 @@ class _State(NamedTuple):
     version: int
     text: str
     until: float
-    """It is good enough."""
+    """Time up to which readers get this text even if the state has changed."""
 
 
 async def _happens(news: asyncio.Event, seconds: float) -> bool:

@@ -1,4 +1,4 @@
-"""JSON as browsers read it: no NaN, no infinity, nothing that could end a script or a line of a stream."""
+"""JSON for browsers: on one line, without NaN and infinity."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def to_text(document: Any) -> str:
-    """On one line. Numbers that JSON does not have become null; what is no JSON value is written as text."""
+    """JSON on one line. NaN and infinity become null; values of other types are written as strings."""
     try:
         return _encode(document)
-    except ValueError:  # such a number is rare, and a look at every value takes longer than to write it
+    except ValueError:  # NaN is rare, and checking every value takes longer than encoding it
         return _encode(_plain(document))
 
 

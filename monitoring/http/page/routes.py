@@ -1,4 +1,4 @@
-"""The page's routes: the page itself, its scripts, the run as JSON, and a stream of what changes."""
+"""The page's routes: the page itself, its static files, the run as JSON, and a stream of changes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _TYPES = {
     "css": "text/css",
     "js": "text/javascript",
 }
-"""Not guessed: what a system calls a script may be a type that browsers refuse."""
+"""Fixed, because a system's MIME table may give scripts a type that browsers refuse."""
 _MOST_READERS = 64
-"""A browser has one a tab."""
+"""Each browser tab is one reader."""
 _HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    # Nothing from elsewhere, and nothing that was written into the page by a log line.
+    # No content from other hosts, and no script injected through a log line.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -34,28 +34,28 @@ _HEADERS = {
 
 
 class Source(Protocol):
-    """A run that is shown. Called in the server's event loop, so it never waits."""
+    """The run that the page shows. Its methods are called in the server's event loop, so they must not block."""
 
     @property
     def feed(self) -> Feed: ...
 
     @property
     def is_live(self) -> bool:
-        """Whether more may come."""
+        """Whether the run may still change."""
 
     def snapshot(self) -> Mapping[str, Any]:
-        """All that is known: run, totals, steps, ranks, bottlenecks, pipeline, log."""
+        """The whole run: run, totals, steps, ranks, bottlenecks, pipeline, log."""
 
 
 def page_routes(source: Source) -> list[web.RouteDef]:
-    """`GET /`, `/static/*`, `/api/run` and `/api/stream`. Whoever serves them asks for the token, and closes the
-    source's feed before the server."""
+    """`GET /`, `/static/*`, `/api/run` and `/api/stream`. The server must check the token, and close the source's feed
+    before it stops."""
     page = _Page(source)
     return [
         web.get("/", page.index),
         web.get("/static/{name}", page.static),
         web.get("/api/run", page.run),
-        web.get("/api/stream", page.stream, allow_head=False),  # it would get the endless body
+        web.get("/api/stream", page.stream, allow_head=False),  # a HEAD request would run the endless stream
     ]
 
 
@@ -71,13 +71,13 @@ class _Page:
         return self._file(request.match_info["name"])
 
     def _file(self, name: str) -> web.Response:
-        if name not in self._files:  # only what was there from the start: no path leads out of the folder
+        if name not in self._files:  # only files read at start, so no path leads out of the folder
             raise web.HTTPNotFound(text=f"there is no {name!r}")
         kind = _TYPES[name.rpartition(".")[2]]
         return web.Response(text=self._files[name], content_type=kind, charset="utf-8", headers=_HEADERS)
 
     async def run(self, request: web.Request) -> web.Response:
-        """The snapshot, and the number of the last message that is in it."""
+        """The snapshot, and the id of the last message it includes."""
         source = self._source
         document = {**source.snapshot(), "parts": MEANINGS, "live": source.is_live, "last_id": source.feed.last_id}
         return web.Response(text=to_text(document), content_type="application/json", headers=_HEADERS)
@@ -86,7 +86,7 @@ class _Page:
         feed = self._source.feed
         if feed.num_readers >= _MOST_READERS:
             raise web.HTTPServiceUnavailable(text=f"{_MOST_READERS} browsers read already. Close one.")
-        # A browser that connects again says what it saw last; the first time, the page does.
+        # A browser that reconnects sends the header; on the first connection, the page sends `after`.
         last_id = request.headers.get("Last-Event-ID") or request.query.get("after", "")
         response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
