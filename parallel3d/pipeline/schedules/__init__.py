@@ -1,1 +1,1 @@
-"""Pipeline schedules: one action table for each, and everything reads it."""
+"""Pipeline schedules. Each is an action table that the executor, the simulator and the printed output share."""

@@ -1,4 +1,4 @@
-"""What a rank does at one place of a schedule: a stage, a kind and a microbatch, written as users know it (`2F0`)."""
+"""Schedule actions: a stage, a kind and a microbatch, written as `2F0` (stage 2, forward, microbatch 0)."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from runtime.errors import InvalidCall
 
 
 class Kind(StrEnum):
-    """What is done."""
+    """The kind of an action."""
 
     F = "F"
     """Forward."""
     B = "B"
-    """The whole backward."""
-    I = "I"  # noqa: E741  # the name that users know
-    """The backward's input part: the gradient that the stage before waits for."""
+    """The full backward: input and weight gradients."""
+    I = "I"  # noqa: E741  # the usual name in pipeline schedules
+    """Backward, input gradient only: what the previous stage waits for."""
     W = "W"
-    """The backward's weight part, which nobody waits for."""
+    """Backward, weight gradients only: no other stage waits for them."""
     SEND_F = "SEND_F"
-    """Give the stage's output to the next stage."""
+    """Send the stage's output to the next stage."""
     RECV_F = "RECV_F"
-    """Have the stage's input from the stage before."""
+    """Receive the stage's input from the previous stage."""
     SEND_B = "SEND_B"
-    """Give the gradient of the stage's input to the stage before."""
+    """Send the gradient of the stage's input to the previous stage."""
     RECV_B = "RECV_B"
-    """Have the gradient of the stage's output from the next stage."""
+    """Receive the gradient of the stage's output from the next stage."""
     REDUCE_GRAD = "REDUCE_GRAD"
-    """Reduce the stage's gradients over the replicas; once, after its last backward."""
+    """Reduce the stage's gradients over the data-parallel replicas; once, after its last backward."""
 
 
 COMPUTE = frozenset((Kind.F, Kind.B, Kind.I, Kind.W))
 SENDS = frozenset((Kind.SEND_F, Kind.SEND_B))
 RECEIVES = frozenset((Kind.RECV_F, Kind.RECV_B))
 BACKWARD_FIRST = frozenset((Kind.B, Kind.I))
-"""Those that give the stage before what it waits for."""
+"""The kinds that compute the input gradient, which the previous stage waits for."""
 
 
 class Action(NamedTuple):
@@ -46,7 +46,7 @@ class Action(NamedTuple):
     stage: int
     kind: Kind
     microbatch: int | None = None
-    """None for REDUCE_GRAD only."""
+    """None only for REDUCE_GRAD."""
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
@@ -62,12 +62,12 @@ _SEND_OF = {receive: (send, -step) for send, receive, step in _WAYS}
 
 
 def receive_of(send: Action) -> Action | None:
-    """The receive in which a send ends; None for another action."""
+    """The receive that matches a send; None for other actions."""
     return _other_end(send, _RECEIVE_OF)
 
 
 def send_of(receive: Action) -> Action | None:
-    """The send that a receive waits for; None for another action."""
+    """The send that matches a receive; None for other actions."""
     return _other_end(receive, _SEND_OF)
 
 
@@ -79,13 +79,13 @@ def _other_end(action: Action, ends: Mapping[Kind, tuple[Kind, int]]) -> Action 
 
 
 _KINDS = "|".join(sorted(Kind, key=len, reverse=True))
-# Python refuses to read numbers of thousands of digits, with an error of its own.
+# At most 9 digits: int() raises its own error for numbers of thousands of digits.
 _ACTION = re.compile(rf"(\d{{1,9}})({_KINDS})(\d{{0,9}})", re.ASCII)
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def parse_actions(text: str) -> tuple[Action, ...]:
-    """The actions of one cell: one, or the two of an overlapped pair such as `(0F3;0B1)OVERLAP_F_B`."""
+    """The actions of one cell: one action, or two for an overlapped pair such as `(0F3;0B1)OVERLAP_F_B`."""
     text = text.strip()
     pair = _OVERLAPPED.fullmatch(text)
     return tuple(_parse(part) for part in (pair.group(1).split(";") if pair else [text]))

@@ -1,4 +1,4 @@
-"""A schedule's table by name, or the reason why there is none of that size."""
+"""Builds a schedule's table by name; raises InvalidCall with a reason if it can't have that size."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _WITH_ONE_STAGE = {"interleaved": "1f1b", "round-robin": "gpipe"}
 
 
 class OtherSize(InvalidCall):
-    """A file's table has another size than was asked for. `size`: `ranks`, `microbatches` or `stages`."""
+    """A CSV table has a different size than requested. `size` is `ranks`, `microbatches` or `stages`."""
 
     def __init__(self, problem: str, size: str, wanted: int, found: int) -> None:
         super().__init__(problem, size, wanted, found)
@@ -55,10 +55,11 @@ class OtherSize(InvalidCall):
 
 
 def build(schedule: str, ranks: int | None, microbatches: int | None, virtual_stages: int | None = None) -> Table:
-    """The table of compute actions; `Table.with_communication` adds the rest.
+    """The schedule's table with compute actions only; `Table.with_communication` adds the others.
 
-    `schedule` is one of `SCHEDULES`, or `csv:PATH`: then what is given of the sizes has to agree with the file, and
-    sends and receives of the file's own are left out. `virtual_stages` are stages a rank; None is the schedule's own.
+    `schedule` is one of `SCHEDULES`, or `csv:PATH`. For a CSV file, sizes that are not None must match the file, and
+    its sends, receives and reductions are dropped. `virtual_stages` is the number of stages per rank; None means the
+    schedule's default.
     """
     if is_csv(schedule):
         return _from_file(schedule.removeprefix(CSV_PREFIX), ranks, microbatches, virtual_stages)

@@ -1,4 +1,4 @@
-"""Tables as CSV files, in torch's form: a row a rank, a cell a time step; what is wrong is shown in its row."""
+"""Schedule tables as CSV files in torch's format: a row per rank, a cell per time step. Errors show the bad cell."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from parallel3d.pipeline.schedules.steps import in_steps
 from parallel3d.pipeline.schedules.table import Table
 from runtime.errors import InvalidCall
 
-# torch writes these for weights that are sharded over the replicas; whoever shards them here also gathers them.
+# torch writes these actions for weights that are sharded over the replicas (FSDP). They are ignored here.
 _FOR_SHARDED_WEIGHTS = re.compile(r"\s*\d+(UNSHARD|RESHARD)\s*", re.ASCII)
-_CELLS_AROUND = 6  # shown on each side of the bad one, so that the line fits a terminal
+_CELLS_AROUND = 6  # cells shown on each side of the bad one, so that the line fits a terminal
 _LONGEST_CELL = 24
 
 
 class _Cell(NamedTuple):
-    """Where an action stands, counted from 0."""
+    """The position of an action in the file, counted from 0."""
 
     row: int
     cell: int
     part: int = 0
-    """Of an overlapped pair."""
+    """0 or 1 in an overlapped pair."""
 
 
 _Placed = tuple[_Cell, Action]
 
 
 def read_csv(path: str | Path) -> Table:
-    """The complete table in that file.
+    """Read and check the table in a file.
 
-    Cells are empty where the rank waits. Sends, receives and reductions may be there or not. The two of a pair such
-    as `(0F3;0B1)OVERLAP_F_B` follow each other.
+    An empty cell means that the rank waits. Sends, receives and reductions are optional. The two actions of a pair
+    such as `(0F3;0B1)OVERLAP_F_B` become consecutive actions.
     """
     sheet = _Sheet(str(path), _rows(Path(path)))
     placed = [list(sheet.actions(row)) for row in range(len(sheet.rows))]
@@ -47,7 +47,7 @@ def read_csv(path: str | Path) -> Table:
 
 
 def write_csv(table: Table, path: str | Path) -> None:
-    """Write what `read_csv` reads. Compute actions stand in the step in which they can happen, each taking one."""
+    """Write a table as `read_csv` reads it. A table of compute actions only is laid out in time, a step per action."""
     rows: Iterable[Iterable[Action | None]] = table.columns
     if table.compute_only() == table:
         rows = in_steps(table)
@@ -71,13 +71,13 @@ def _rows(path: Path) -> list[list[str]]:
 
 
 class _Sheet:
-    """The file's cells, which errors point at."""
+    """The file's cells, for parsing and for error messages."""
 
     def __init__(self, path: str, rows: list[list[str]]) -> None:
         self.path, self.rows = path, rows
 
     def actions(self, row: int) -> Iterator[_Placed]:
-        """A row's actions, and where each stands."""
+        """A row's actions with their positions."""
         for cell, text in enumerate(self.rows[row]):
             if not text.strip() or _FOR_SHARDED_WEIGHTS.fullmatch(text):
                 continue
@@ -92,7 +92,7 @@ class _Sheet:
         raise InvalidCall(f"{where}: {message}\n{self._drawn(at)}")
 
     def _drawn(self, at: _Cell) -> str:
-        """The row, and a mark under the cell; of a long row the neighbourhood."""
+        """The row with a mark under the cell; only the cells near it if the row is long."""
         cells = [_shown(text) for text in self.rows[at.row]] or ["."]
         first = max(0, at.cell - _CELLS_AROUND)
         last = at.cell + _CELLS_AROUND + 1
@@ -103,13 +103,13 @@ class _Sheet:
 
 
 def _shown(text: str) -> str:
-    """A cell's text, short and harmless to a terminal; a dot where the rank waits."""
+    """A cell's text, shortened and without control characters; a dot for an empty cell."""
     text = printable(text.strip()) or "."
     return text if len(text) <= _LONGEST_CELL else f"{text[: _LONGEST_CELL - 1]}…"
 
 
 def _check(sheet: _Sheet, placed: list[list[_Placed]]) -> tuple[int, int]:
-    """Refuse what is not a whole table; the numbers of stages and microbatches of one that is."""
+    """Raise InvalidCall for an incomplete or inconsistent table; return the numbers of stages and microbatches."""
     for row, actions in enumerate(placed):
         if not actions:
             sheet.refuse(_Cell(row, 0), "a rank without actions. Give it a stage, or remove the row.")
@@ -127,7 +127,7 @@ def _check(sheet: _Sheet, placed: list[list[_Placed]]) -> tuple[int, int]:
 
 
 def _check_owners(sheet: _Sheet, placed: list[_Placed]) -> dict[Action, _Cell]:
-    """Where each action stands: once, and all of a stage in one row."""
+    """The position of each action. Checks that no action is repeated and that each stage is in one row."""
     where: dict[Action, _Cell] = {}
     owners: dict[int, int] = {}
     for at, action in placed:
@@ -141,7 +141,7 @@ def _check_owners(sheet: _Sheet, placed: list[_Placed]) -> dict[Action, _Cell]:
 
 
 def _check_gaps(sheet: _Sheet, where: dict[Action, _Cell], numbers: set[int], noun: str) -> int:
-    """How many there are, when they count from 0 without a gap."""
+    """How many numbers there are. Checks that they count from 0 without a gap."""
     missing = next(number for number in range(len(numbers) + 1) if number not in numbers)
     for action, at in where.items():
         number = action.stage if noun == "stage" else action.microbatch
@@ -161,7 +161,7 @@ _NEEDS: dict[Kind, tuple[str, ...]] = {
     Kind.RECV_B: ("BI",),
     Kind.REDUCE_GRAD: (),
 }
-"""What else there must be of the same stage and microbatch: of each entry, one of its letters."""
+"""By kind: what the same stage and microbatch must also have. Each string lists alternatives, one letter each."""
 _FOLLOWS: dict[Kind, Kind] = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}
 
 

@@ -9,7 +9,7 @@ from parallel3d.pipeline.schedules.table import Column, Table
 
 
 def gpipe(ranks: int, microbatches: int) -> tuple[Column, ...]:
-    """All forwards, then all backwards, both in the order of the microbatches. All activations are kept.
+    """All forwards, then all backwards, both in microbatch order. All activations are kept.
 
     rank 0 | 0F0 0F1 0F2 0F3 .   .   .   .   0B0 0B1 0B2 0B3
     rank 1 | .   1F0 1F1 1F2 1F3 .   .   1B0 1B1 1B2 1B3
@@ -22,8 +22,8 @@ def gpipe(ranks: int, microbatches: int) -> tuple[Column, ...]:
 
 
 def gpipe_of_stages(rank_of_stage: Sequence[int], microbatches: int) -> Table:
-    """The same where ranks may have several stages, in any places: each takes all microbatches through its first stage,
-    then all through its next one, and back the same way."""
+    """GPipe for any assignment of stages to ranks. A rank runs all microbatches through its first stage, then its next
+    stage, and so on; backwards take its stages in reverse order."""
     columns = []
     for rank in range(max(rank_of_stage) + 1):
         stages = [stage for stage, owner in enumerate(rank_of_stage) if owner == rank]

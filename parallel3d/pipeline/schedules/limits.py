@@ -1,6 +1,6 @@
-"""What the schedules are called, and which sizes each can have. The configuration and `build` both ask here.
+"""Schedule names, and which sizes each schedule supports. Used by the configuration and by `build`.
 
-Plain facts and no imports of ours, so that reading a YAML file stays quick.
+Imports nothing of parallel3d, so that reading a YAML file stays fast.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "round-robin", "zero-bubb
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 
 CSV_PREFIX = "csv:"
-"""Before the path of a table of the user's own."""
+"""Prefix of the path of a user's own table."""
 
 NEEDS_VIRTUAL_STAGES = frozenset(("interleaved", "round-robin"))
 IMPLIES_TWO_VIRTUAL_STAGES = frozenset(("zbv", "dualpipe-v"))
 
 NEEDS_WHOLE_ROUNDS = frozenset(("interleaved",))
-"""Microbatches go in rounds of one a rank, so their number is a multiple of the ranks."""
+"""Microbatches run in rounds of one per rank, so their number must be a multiple of the ranks."""
 NEEDS_A_MICROBATCH_A_STAGE = frozenset(("dualpipe-v",))
-"""Its pairs of a forward and a backward only meet where at least 2 microbatches a rank are under way."""
+"""Forwards and backwards can be paired only with at least 2 microbatches per rank."""
 
 
 def is_csv(schedule: str) -> bool:
-    """Whether this names a file; the file then decides about its sizes."""
+    """Whether the schedule is a CSV file, which determines its own sizes."""
     return schedule.startswith(CSV_PREFIX) and schedule != CSV_PREFIX
 
 
@@ -32,7 +32,7 @@ def has_one_stage_a_rank(schedule: str) -> bool:
 
 
 def better_microbatches(schedule: str, ranks: int, microbatches: int) -> tuple[int, ...]:
-    """The nearest numbers of microbatches that the schedule can have; none when it can have this one."""
+    """The nearest numbers of microbatches that the schedule supports; empty if it supports the given one."""
     if schedule in NEEDS_WHOLE_ROUNDS and microbatches % ranks:
         below = microbatches - microbatches % ranks
         return tuple(number for number in (below, below + ranks) if number)

@@ -1,4 +1,4 @@
-"""1F1B: as soon as a backward can be done, one forward and one backward in turns."""
+"""1F1B: forwards until the first backward can run, then one backward and one forward alternately."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from parallel3d.pipeline.schedules.table import Column
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> tuple[Column, ...]:
-    """As many forwards as there are stages from here to the last, then a backward and a forward in turns.
+    """`ranks - r` forwards on rank r, then a backward and a forward alternately.
 
     rank 0 | 0F0 0F1 0F2 .   .   0B0 0F3 0B1 .   0B2 .   0B3
     rank 1 | .   1F0 1F1 .   1B0 1F2 1B1 1F3 1B2 .   1B3
     rank 2 | .   .   2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3
 
-    Stage s keeps the activations of at most `ranks - s` microbatches.
+    Stage s keeps activations of at most `ranks - s` microbatches.
     """
     return tuple(
         in_turns(
@@ -28,7 +28,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> tuple[Column, ...]:
 
 
 def in_turns(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> Column:
-    """`ahead` forwards, then a backward and a forward in turns, then the backwards that are left."""
+    """`ahead` forwards, then a backward and a forward alternately, then the remaining backwards."""
     first = forwards[:ahead]
     turns = zip(backwards, forwards[ahead:], strict=False)
     rest = backwards[len(forwards) - len(first) :]

@@ -1,4 +1,4 @@
-"""Columns of the V-shaped schedules, written as phases: a few actions, and how often they are repeated."""
+"""Columns of V-shaped schedules, written as phases: a few actions and how often they are repeated."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from parallel3d.pipeline.schedules.actions import BACKWARD_FIRST, Action, Kind
 from parallel3d.pipeline.schedules.table import Column
 
 Phase = tuple[int, str]
-"""How often, and what: `(3, "0F 1I W")`. 0 and 1 are the rank's first and second stage. A W without a stage does the
-oldest weight part that is still open, whichever stage's it is."""
+"""(repetitions, actions), for example `(3, "0F 1I W")`. 0 and 1 are the rank's first and second stage. A W without a
+stage runs the oldest pending weight part of either stage."""
 
 
 def number_microbatches(rank: int, ranks: int, phases: Iterable[Phase]) -> Column:
-    """The column of those phases: each stage takes its microbatches in order, so their numbers follow from counting."""
+    """Expand phases into a column. Each stage takes its microbatches in order, so they are numbered by counting."""
     return tuple(_numbered((rank, 2 * ranks - 1 - rank), phases))
 
 

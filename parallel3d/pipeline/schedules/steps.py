@@ -1,4 +1,4 @@
-"""A table laid out in time: when each action happens if each takes one step and nothing travels."""
+"""A table laid out in time: the step of each action if every action takes one step and transfers take none."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from parallel3d.pipeline.schedules.table import Table
 from runtime.errors import InvalidCall
 
 Row = tuple[Action | None, ...]
-"""What a rank does in each step; None where it waits."""
+"""A rank's action in each step; None where it waits."""
 
 
 def in_steps(table: Table) -> tuple[Row, ...]:
-    """A row a rank, up to its last action. Every action comes as early as its rank's order and its inputs allow."""
+    """One row per rank, up to its last action. Each action runs as early as its rank's order and its inputs allow."""
     columns = table.compute_only().columns
     rows: tuple[list[Action | None], ...] = tuple([] for _ in columns)
-    next_step: dict[Action, int] = {}  # the first step in which what the action makes can be used
+    next_step: dict[Action, int] = {}  # the first step in which the action's output can be used
     begun = [0] * len(columns)
     moved = True
     while moved:
@@ -39,7 +39,7 @@ def in_steps(table: Table) -> tuple[Row, ...]:
 
 
 def _inputs(action: Action, stages: int) -> Iterator[tuple[Action, ...]]:
-    """What an action needs; of each tuple, any one."""
+    """The actions that an action depends on; each tuple lists alternatives."""
     stage, kind, microbatch = action
     if kind is Kind.F and stage > 0:
         yield (Action(stage - 1, Kind.F, microbatch),)

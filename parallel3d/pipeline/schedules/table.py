@@ -1,4 +1,4 @@
-"""A schedule's table: for each rank the actions it carries out, in order. Printed, proved, simulated, run, traced."""
+"""A schedule's table: each rank's actions in order. The same table is printed, checked, simulated and executed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Column = tuple[Action, ...]
 
 @dataclass(frozen=True)
 class Table:
-    """A column a rank. Stages count virtual ones; a stage belongs to one rank."""
+    """One column per rank. `stages` includes virtual stages; each stage belongs to one rank."""
 
     schedule: str
-    """Its name, as users write it."""
+    """The schedule's name, as users write it."""
     stages: int
     microbatches: int
     columns: tuple[Column, ...]
@@ -36,7 +36,7 @@ class Table:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether some backward is done in two parts."""
+        """Whether any backward is split into input and weight parts."""
         return any(action.kind is Kind.W for column in self.columns for action in column)
 
     @property
@@ -54,12 +54,12 @@ class Table:
         return Table(self.schedule, self.stages, self.microbatches, columns)
 
     def crosses_ranks(self, stage: int) -> bool:
-        """Whether what `stage` gives the next stage has to travel."""
+        """Whether the next stage is on a different rank."""
         return stage + 1 < self.stages and self.rank_of_stage[stage] != self.rank_of_stage[stage + 1]
 
     def with_communication(self) -> Table:
-        """With a receive before what needs it, a send after what made it, and a reduction after each stage's last
-        backward. Between two stages of one rank nothing travels."""
+        """Add receives before the actions that need them, sends after those that produce the data, and a reduction
+        after each stage's last backward. Stages of the same rank exchange data without communication."""
         columns = tuple(tuple(self._communicating(column)) for column in self.compute_only().columns)
         return Table(self.schedule, self.stages, self.microbatches, columns)
 
